@@ -86,7 +86,7 @@ def check(wheel: Path, folder: Path) -> int:
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir()
     if not packaged.is_file():
-        print(f"{wheel.name} holds no {LIBRARY}: build it by `make wheel`")
+        print(f"{wheel.name} contains no {LIBRARY}: build it with `make wheel`")
         return 1
 
     def step(what: str, code: str, expected: str, **environment: str) -> None:
@@ -126,7 +126,7 @@ def check(wheel: Path, folder: Path) -> int:
     packaged.unlink()
     seek = [sys.executable, "-c", "from sparsellm.ops import compiler; compiler.nvcc()"]
     if subprocess.run(seek, env=os.environ | {"PYTHONPATH": str(site)}, cwd=elsewhere, capture_output=True).returncode:
-        print("left out: there is no nvcc to build with")
+        print("skipped: there is no nvcc to build with")
         return 0
     step("nvcc builds into the cache", "from sparsellm.ops import build; print(build.library())", f"{cache}/kernels/")
     step("without nvcc the cache is loaded", NO_NVCC + COMPUTE, f"library {cache}/kernels/")

@@ -39,8 +39,8 @@ from sparsellm.runs.layout import CONFIG, EVALUATION, checkpoint
 from sparsellm.runs.metrics import METRICS, read
 
 Row = dict[str, Any]
-LOSSES = 0.01, 0.02  # of cross entropy, whose price in coefficients is asked
-REMEDIES = {"redrawn": "silent rows drawn anew", "blended": "silent rows blended", "warm_up": "coefficient warms up"}
+LOSSES = 0.01, 0.02  # relative increases of cross entropy for which the coefficient is reported
+REMEDIES = {"redrawn": "dead rows reinitialized", "blended": "dead rows blended", "warm_up": "coefficient warms up"}
 
 
 def spelled(coefficient: float) -> str:
@@ -72,7 +72,7 @@ def remedy(config: dict[str, Any]) -> str | None:
 
 
 class Run:
-    """A finished run: a line of the results."""
+    """A finished run, one line of the results."""
 
     def __init__(self, line: dict[str, Any]) -> None:
         self.name, self.line, self.rows = line["name"], line, line["rows"]
@@ -100,14 +100,14 @@ class Run:
         return self.last["nnz_mean"]
 
     def dead(self, row: Row) -> float | None:
-        """The share of all neurons; None before one can be dead, and for SiLU."""
+        """The fraction of dead neurons; None before any can be dead, and for SiLU."""
         if row["dead_per_layer"] is None or row["tokens"] < self.dead_after:
             return None
         return sum(row["dead_per_layer"]) / self.neurons
 
     @property
     def scores(self) -> dict[str, float]:
-        """Of the tasks; empty where not all have one."""
+        """The scores of the tasks; {} if not all have one."""
         found = self.last["evaluation"] or {}
         return {task: found[task] for task in TASKS} if found.get("mean") is not None else {}
 
@@ -126,7 +126,7 @@ class Run:
 
 
 class Sweep:
-    """The runs that differ in the coefficient alone, in its order, and the others that are compared with them."""
+    """The runs that differ only in the coefficient, in order, and the other runs compared with them."""
 
     def __init__(self, runs: list[Run]) -> None:
         self.runs = runs
@@ -137,11 +137,11 @@ class Sweep:
         self.without = next((run for run in self.relu if not run.coefficient), None)
 
     def increase(self, run: Run) -> float | None:
-        """Of held-out cross entropy over the ReLU run without L1, a fraction."""
+        """The relative increase of held-out cross entropy over the ReLU run without L1."""
         return None if self.without is None else run.ce / self.without.ce - 1
 
     def remedies(self) -> list[Run]:
-        """The plain runs of a coefficient that remedies were tried at, by seed, and these; empty where some lack."""
+        """The plain runs at the coefficient of the remedies, by seed, and the remedies; [] if some are missing."""
         coefficients = [run.coefficient for run in self.runs if run.remedy is not None][:1]
         alike = [run for run in self.runs if run.relu and run.coefficient in coefficients]
         plain = sorted((run for run in alike if run.remedy is None), key=lambda run: run.seed)
@@ -149,9 +149,9 @@ class Sweep:
         return [*plain, *tried] if plain and plain[0].seed == 0 else []
 
     def price(self, loss: float) -> tuple[float, float] | None:
-        """(coefficient, nonzeros per token) at which the cross entropy has grown by `loss`; None: not in the sweep.
+        """(coefficient, nonzeros per token) at which cross entropy is higher by `loss`; None if outside the sweep.
 
-        Between the last coefficient below and the next one, by the logarithms of coefficient and nonzeros.
+        Interpolated in the logarithms of coefficient and nonzeros.
         """
         points = [(math.log(r.coefficient), self.increase(r), math.log(r.nonzeros)) for r in self.sparse if r.nonzeros]
         for (x0, y0, n0), (x1, y1, n1) in reversed(list(pairwise(points))):
@@ -190,7 +190,7 @@ def markdown(sweep: Sweep) -> str:
 
 
 def draw_sweep(sweep: Sweep) -> Figure | None:
-    """None where no run is of ReLU."""
+    """The figure of the sweep; None without a ReLU run."""
     if not sweep.relu:
         return None
     with matplotlib.rc_context(STYLE):
@@ -211,7 +211,7 @@ def draw_sweep(sweep: Sweep) -> Figure | None:
         for level in LOSSES if sweep.without else ():
             loss.axhline(level, color=GREY, linewidth=0.8, linestyle=":")
         _errors(accuracy, sweep)
-        for axes, _, _ in levels if sweep.sparse else ():  # else those of one coefficient reach to below 0, or to 1
+        for axes, _, _ in levels if sweep.sparse else ():  # otherwise error bars reach below 0 or up to 1
             axes.set_xlim(sweep.sparse[0].coefficient / 1.3, sweep.sparse[-1].coefficient * 1.3)
         _over_tokens(nonzeros_over, dead_over, {spelled(run.coefficient): run for run in sweep.relu})
         for axes in (nonzeros, nonzeros_over):
@@ -262,7 +262,7 @@ def _over_tokens(nonzeros: Axes, dead: Axes, runs: dict[str, Run]) -> None:
 
 
 def draw_remedies(sweep: Sweep) -> Figure | None:
-    """None where none was tried."""
+    """The figure of the remedies; None if there are none."""
     runs = {_remedy_label(run): run for run in sweep.remedies()}
     if not runs:
         return None
@@ -325,7 +325,7 @@ def draw_widths(runs: list[Run]) -> Figure:
 
 
 def table_of_widths(runs: list[Run]) -> str:
-    """Differences are to the first run of `by_kind`: the narrowest SiLU model, where there is one."""
+    """The table of widths. Differences are to the first run of `by_kind`: the narrowest SiLU model, if any."""
     kinds = by_kind(runs)
     first = next(iter(kinds.values()))[0]
     lines = [
@@ -351,7 +351,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs, or files of their lines")
     parser.add_argument("--save", type=Path, metavar="OUT", help="a file for the lines of the runs")
     files = parser.add_mutually_exclusive_group(required=True)
-    files.add_argument("--output", type=Path, help="what the files' names begin with")
+    files.add_argument("--output", type=Path, help="prefix of the output files")
     files.add_argument("--widths", type=Path, metavar="PNG", help="the picture of runs of several widths")
     args = parser.parse_args(arguments)
     lines = [line for path in args.runs for line in lines_of(path)]

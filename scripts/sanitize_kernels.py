@@ -103,7 +103,7 @@ def main() -> int:
     build.load()
     with patch.object(borders, "MIN_ORDERED_TOKENS", ORDERED_TOKENS):
         wrong = check(parts, not args.without_products)
-    print("all as the reference" if not wrong else f"not as the reference: {'; '.join(wrong)}")
+    print("all equal to the reference" if not wrong else f"different from the reference: {'; '.join(wrong)}")
     return 1 if wrong else 0
 
 
@@ -117,7 +117,7 @@ def check(parts: Sequence[str], products: bool) -> list[str]:
 
     def compare(name: str, found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
         same = all(torch.equal(f.cpu(), e) for f, e in zip(found, expected, strict=True))
-        print(f"{name}: {'as the reference' if same else 'NOT as the reference'}", flush=True)
+        print(f"{name}: {'equal to the reference' if same else 'DIFFERENT from the reference'}", flush=True)
         wrong.extend([] if same else [name])
 
     for m, gated in CASES:

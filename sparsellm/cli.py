@@ -1,7 +1,6 @@
 """The command line: `sparsellm COMMAND ...`, or `python -m sparsellm.COMMAND ...`, alone or under torchrun.
 
-A command's first line is on the screen before torch, which takes seconds, is imported; so is what a mistake in what was
-typed ends with.
+A command prints its first line, or the mistakes in its overrides, before importing torch, which takes seconds.
 """
 
 import difflib
@@ -44,7 +43,7 @@ def main() -> None:
 
 
 def run(command: str, arguments: list[str] | None = None, program: str | None = None) -> None:
-    """Do `command`, and exit with its code. `arguments`: by default the process's own; `program`: its name in help."""
+    """Run `command`, and exit with its code. `arguments`: default is sys.argv; `program`: the name shown in help."""
     arguments = sys.argv[1:] if arguments is None else arguments
     program = program or f"python -m sparsellm.{command}"
     if set(arguments) & set(HELP):
@@ -62,7 +61,7 @@ def run(command: str, arguments: list[str] | None = None, program: str | None = 
 
 
 def _show(text: str) -> NoReturn:
-    """Print `text`, which is all that is asked for, and exit."""
+    """Print `text`, the whole result, and exit."""
 
     def show() -> int:
         print(text)
@@ -73,7 +72,7 @@ def _show(text: str) -> NoReturn:
 
 
 def _written(work: Callable[[], int]) -> int:
-    """The exit code of `work`, once all that it printed is written; another code where its result cannot be."""
+    """The exit code of `work`, after flushing its output; a different code if its result cannot be written."""
     try:
         code = work()
         sys.stdout.flush()
@@ -85,11 +84,14 @@ def _written(work: Callable[[], int]) -> int:
 
 
 def _interruptible(command: str, arguments: list[str], program: str) -> int:
-    """Do `command`: its exit code, or that of SIGINT after one sentence. A command may answer SIGINT by itself."""
+    """Run `command` and return its exit code, or that of SIGINT after one message. Commands may handle SIGINT
+    themselves."""
 
     def say() -> None:
         if int(os.environ.get("RANK", "0")) == 0:
-            print(f"\nsparsellm {command}: interrupted; the same command starts again", file=sys.stderr, flush=True)
+            print(
+                f"\nsparsellm {command}: interrupted; run the same command to start again", file=sys.stderr, flush=True
+            )
 
     def end_at_once(_number: int, _frame: FrameType | None) -> None:
         say()
@@ -102,15 +104,15 @@ def _interruptible(command: str, arguments: list[str], program: str) -> int:
         signal.default_int_handler(number, frame)
 
     def end_if_dropped(dropped: "sys.UnraisableHookArgs") -> None:
-        """Python goes on after what is raised in a finalizer or a callback of its own, an interrupt too."""
+        """Python ignores exceptions raised in finalizers and its own callbacks, even KeyboardInterrupt; end anyway."""
         if issubclass(dropped.exc_type, KeyboardInterrupt):
             end_at_once(signal.SIGINT, None)
         say_dropped(dropped)
 
-    heard = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not of a process in the background
+    heard = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # False for a background process
     try:
-        # While modules are imported there is nothing to leave in order, and libraries make other errors of an
-        # exception that comes in the middle of their imports.
+        # During imports there is nothing to clean up, and libraries turn an exception in their imports into other
+        # errors.
         if heard:
             signal.signal(signal.SIGINT, end_at_once)
         with without_garbage_collection():
@@ -129,7 +131,7 @@ def _interruptible(command: str, arguments: list[str], program: str) -> int:
     except Exception:
         if not interrupts:
             raise
-        say()  # a library has made another error of the interrupt, as in the middle of an import
+        say()  # a library turned the interrupt into another error, for example during an import
         return INTERRUPTED
     finally:
         sys.unraisablehook = say_dropped

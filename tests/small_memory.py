@@ -62,12 +62,12 @@ class FakeGpu:
 
 
 def sparse_layers_save_nothing(plan, tokens, neurons, gated, dtype):
-    """In place of saved_bytes, which asks the kernels about the tile engine."""
+    """Replaces saved_bytes, which asks the kernels about the tile engine."""
     return 0 if plan is not None and plan.engine == Engine.tile else saved_bytes(plan, tokens, neurons, gated, dtype)
 
 
 def become_sparse(trainer: Trainer, steps: Callable[[int], bool]) -> None:
-    """Let the plans say that all layers are sparse in `steps`. The dense engine goes on computing, as it must here."""
+    """Make the plans sparse for all layers in `steps`. The dense engine still computes, because only it runs here."""
     force_plans(trainer)
 
     class Said(plans.Plans):

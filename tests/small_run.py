@@ -33,7 +33,7 @@ OVERRIDES = [
 
 
 def signal_after(trainer, step):
-    """Ask the process to stop, in the middle of the step after it."""
+    """Ask the process to stop in the middle of the next step."""
     advance = trainer.advance
 
     def signalled(batches):
@@ -89,7 +89,7 @@ def small_trainer(folder: Path, *overrides: str):
 
 
 def force_plans(trainer: Trainer) -> None:
-    """Let plans decide, as where the CUDA kernels run; the dense engine of the registered operator runs anywhere."""
+    """Let plans decide, as with the CUDA kernels; the registered operator's dense engine runs anywhere."""
     with patch.object(build, "load"):
         accelerate(trainer.decoder, "cuda")
     config = trainer.config

@@ -68,8 +68,8 @@ def test_a_command_speaks_before_it_imports_what_takes_seconds(command):
         ("prepare_data", ["data.validation_fraction=2"], "it must be above 0 and below 1"),
         ("evaluate", ["checkpiont=x", "limit=0"], "3 mistakes in the configuration"),
         ("analyze", [], "checkpoint has no value"),
-        ("push", ["checkpoint=x", "repo=name"], "repo=name is no name on the hub"),
-        ("calibrate", ["model=[tiny,9b]"], "model=9b is no model"),
+        ("push", ["checkpoint=x", "repo=name"], "repo=name is not a hub name"),
+        ("calibrate", ["model=[tiny,9b]"], "model=9b is unknown"),
         ("sweep", ["sparsity.l1_coeficient=0,1", "evaluate.limits=3"], "2 mistakes in the configuration"),
         ("sweep", ["sweep.mode=lsf"], "sweep.mode is lsf"),
     ],
@@ -110,7 +110,9 @@ cli.run("train", [])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 130
-    assert done.stderr == ("sparsellm train: starting\n\nsparsellm train: interrupted; the same command starts again\n")
+    assert done.stderr == (
+        "sparsellm train: starting\n\nsparsellm train: interrupted; run the same command to start again\n"
+    )
 
 
 def test_an_interrupt_that_python_drops_in_a_finalizer_is_one_still():
@@ -141,7 +143,7 @@ cli.run("push", ["checkpoint=x", "repo=a/b"])
     assert done.returncode == 130
     assert "went on" not in done.stdout
     assert "ValueError: of a finalizer" in done.stderr  # printed as usual
-    assert done.stderr.endswith("\nsparsellm push: interrupted; the same command starts again\n")
+    assert done.stderr.endswith("\nsparsellm push: interrupted; run the same command to start again\n")
 
 
 @pytest.mark.slow
@@ -180,7 +182,7 @@ def test_an_interrupt_of_which_a_library_makes_another_error_is_one_still(monkey
         assert cli._interruptible("train", ["experiment=smoke"], "program") == 130
     finally:
         signal.signal(signal.SIGINT, before)
-    assert "interrupted; the same command starts again" in capsys.readouterr().err
+    assert "interrupted; run the same command to start again" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("letters", [1, 100_000], ids=["as it ends", "before"])
@@ -197,7 +199,9 @@ def test_output_that_nobody_reads_any_more_ends_only_a_command_that_gives_nothin
     done = into_closed_pipe([sys.executable, "-c", code])
     lines = done.stderr.splitlines()
     if command == "push":
-        lost = "sparsellm: standard output cannot be written (Broken pipe): its lines are lost, and the command goes on"
+        lost = (
+            "sparsellm: standard output cannot be written (Broken pipe): its lines are lost, and the command continues"
+        )
         assert done.returncode == 0
         assert sorted(lines) == sorted(["done", lost, "sparsellm push: starting"])
     else:
@@ -226,7 +230,7 @@ def test_help_that_nobody_reads_ends_without_a_word():
         ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK=0, WORLD_SIZE=2 is set in the environment without MASTER_ADDR"),
         (
             {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
-            "RANK=2 is no rank of WORLD_SIZE=2: `unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT` to start one process",
+            "RANK=2 is not a rank of WORLD_SIZE=2: `unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT` to start one",
         ),
     ],
 )

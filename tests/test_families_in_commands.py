@@ -37,7 +37,7 @@ def test_every_command_takes_the_run(run, rows, tmp_path, capsys):
     assert json.loads((hf / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
     card = (hf / "README.md").read_text()
     assert "`Qwen3ForCausalLM`" in card
-    assert "| attention and head | 1 heads of keys and values; heads of width 24;" in card
+    assert "| attention and head | 1 key/value heads; head dimension 24;" in card
     config, _, weights = conversion.load(hf)
     assert config.rope_parameters == model.rope_parameters
     assert sum(weight.numel() for weight in weights.values()) == parameters(config)

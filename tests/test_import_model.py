@@ -77,7 +77,7 @@ def test_a_write_that_fails_leaves_nothing_and_what_lies_in_its_way_stays(publis
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial/mine").touch()
     assert main([f"checkpoint={published}", f"output_dir={tmp_path}/out"], PROGRAM) == 2
-    assert "out.partial is there, from an import that is under way or was killed" in capsys.readouterr().err
+    assert "out.partial exists, from an import that is running or was killed" in capsys.readouterr().err
     assert [path.name for path in tmp_path.rglob("*")] == ["out.partial", "mine"]
 
 

@@ -138,7 +138,7 @@ def rows(folder: Path) -> list[dict]:
 
 def ended_for(gone: int, ended: Ended) -> set[int]:
     """The ranks that say that they end for that one."""
-    sentence = rf"sparsellm: rank (\d) ends, for rank {gone} \(host {HOST}, process \d+\) is gone: it was killed"
+    sentence = rf"sparsellm: rank (\d) exits: rank {gone} \(host {HOST}, process \d+\) is gone: it was killed"
     return {int(rank) for rank in re.findall(sentence, "".join(ended.said))}
 
 
@@ -189,11 +189,11 @@ def test_what_nodes_do_not_share_is_named_on_all_of_them(overrides, tmp_path):
     refused = nodes(command, folders)
     assert refused.codes == [1, 1]
     only = rf"rank 2 \(host {HOST}\), rank 3 \(host {HOST}\)"
-    assert re.search(rf"sparsellm: run.root=runs is not on {only} what it is on rank 0", refused.said[0])
+    assert re.search(rf"sparsellm: run.root=runs on {only} differs from rank 0", refused.said[0])
 
     (folders[0] / "tokens").symlink_to(Path(next(o for o in overrides if o.startswith("data.path=")).partition("=")[2]))
     refused = nodes([*command, "data.path=tokens"], folders)
     assert refused.codes == [1, 1]
     assert re.search(rf"only on {only}: data.path=tokens .* there are no prepared tokens", refused.said[0])
-    differs = "the main rank sees an unfinished run in runs/r, and these see no run in runs/r; what they read and write"
+    differs = "the main rank sees an unfinished run in runs/r, but these ranks see no run in runs/r"
     assert f"only on {only}: {differs}".replace("\\", "") in refused.said[0]

@@ -229,7 +229,7 @@ def test_a_dry_run_lists_every_file_and_needs_no_network_and_no_account(run, no_
     ]
     assert rest[len(expected) + 1 : len(expected) + 4] == ["README.md begins:", "  ---", "  library_name: transformers"]
     assert "  license: apache-2.0" in rest
-    assert rest[-1] == "dry_run=true: nothing was sent"
+    assert rest[-1] == "dry_run=true: nothing was uploaded"
     assert shown.err == ""
 
 
@@ -248,7 +248,7 @@ def test_what_arrives_is_the_model_with_a_licence_and_the_checkpoint_stays_as_it
     assert push(f"checkpoint={run}", REPO, LICENCE) == 0
     assert repo.branches == {"main": {".gitattributes": b""} | sent_of(checkpoint.model)}
     assert push(f"checkpoint={run}/checkpoints/step_00000008", REPO, LICENCE) == 1
-    assert "holds other files in its branch main: README.md, model.safetensors." in capsys.readouterr().err
+    assert "has other files in its branch main: README.md, model.safetensors." in capsys.readouterr().err
 
 
 def test_only_files_of_the_model_are_sent_and_what_stays_is_named(bare, online, capsys):
@@ -260,8 +260,8 @@ def test_only_files_of_the_model_are_sent_and_what_stays_is_named(bare, online, 
     assert push(f"checkpoint={bare}", REPO, LICENCE) == 0
     shown = capsys.readouterr()
     stays = ".env, evaluation, modeling_evil.py, notes.txt, optimizer.pt, optimizer.safetensors"
-    assert f"\nnot sent: {stays}\n" in shown.out
-    assert f"{bare} has no COMMITTED file beside it" in shown.err
+    assert f"\nnot uploaded: {stays}\n" in shown.out
+    assert f"{bare} has no COMMITTED file" in shown.err
     assert online.repos["somebody/tiny"].branches["main"] == {".gitattributes": b""} | expected
 
 
@@ -276,7 +276,7 @@ def test_weights_in_several_files_are_sent_with_their_index(bare, online):
 @pytest.mark.parametrize(
     ("files", "private", "arguments", "words"),
     [
-        (OLD, True, [], ["holds other files in its branch main: model.safetensors, notes.md.", "overwrite=true"]),
+        (OLD, True, [], ["has other files in its branch main: model.safetensors, notes.md.", "overwrite=true"]),
         ({}, False, [], ["exists and is public: give private=false"]),
         ({}, True, ["private=false", "overwrite=true"], ["exists and is private: give private=true"]),
     ],
@@ -325,16 +325,16 @@ def test_the_real_library_sends_the_same_over_http(run, monkeypatch, capsys):
         server.shutdown()
     shown = capsys.readouterr()
     assert shown.out.count("/somebody/tiny/commit/b\n") == 4, shown.err
-    assert "holds other files in its branch main: config.json, notes.md." in shown.err
+    assert "has other files in its branch main: config.json, notes.md." in shown.err
     commits = [call for call in Served.hub.calls if isinstance(call, tuple)]
     assert commits == [("sparsellm push tiny, step 12", parent) for parent in (None, "a" * 40, None, "a" * 40)]
 
 
 @pytest.mark.parametrize(
     ("status", "words"),
-    [(401, "the token may not write to somebody/tiny"), (403, "the token may not"),
+    [(401, "the token has no write access to somebody/tiny"), (403, "the token has no write"),
      (412, "has changed meanwhile"),
-     (500, "HfHubHTTPError of the hub (refused); the same command tries again")],
+     (500, "HfHubHTTPError from the hub (refused); run the same command to try again")],
 )  # fmt: skip
 def test_what_the_hub_refuses_is_said_with_what_to_do(status, words, run, online, capsys):
     online.status = status
@@ -346,7 +346,7 @@ def test_without_a_token_or_a_network_nothing_is_read(run, no_network, monkeypat
     monkeypatch.setattr("sparsellm.commands.push._files", lambda _: pytest.fail("read the checkpoint"))
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
     assert push(f"checkpoint={run}", REPO, LICENCE) == 1
-    assert "there is no token for the hub on this machine" in capsys.readouterr().err
+    assert "there is no hub token on this machine" in capsys.readouterr().err
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: "hf_token")
     assert push(f"checkpoint={run}", REPO, LICENCE) == 1
     assert "does not answer (" in capsys.readouterr().err
@@ -365,9 +365,9 @@ def link(folder):
     ("damage", "arguments", "words"),
     [
         (lambda _: None, [], ["README.md names no licence: give one with license=NAME"]),
-        (licence_of("mit"), [LICENCE], ["license=apache-2.0, and ", "README.md says mit"]),
+        (licence_of("mit"), [LICENCE], ["license=apache-2.0, but ", "README.md says mit"]),
         (content("README.md", b"---\na: [\n---\n"), [LICENCE], ["README.md cannot be read as a model card"]),
-        (lambda folder: (folder / "README.md").unlink(), [LICENCE], ["README.md is not there: write a model card"]),
+        (lambda folder: (folder / "README.md").unlink(), [LICENCE], ["README.md is missing: write a model card"]),
         (link, [LICENCE], ["config.json in ", "symbolic links", "cp -rL"]),
         (cut("model.safetensors", 0.9), [LICENCE], ["model.safetensors of ", "cannot be read"]),
         (tensors(lambda found: found.pop("model.norm.weight")), [LICENCE], ["missing: model.norm.weight"]),
@@ -379,7 +379,7 @@ def test_a_folder_that_should_not_be_sent_is_not(damage, arguments, words, bare,
     folder = damaged(bare, tmp_path / "damaged", damage)
     assert push(f"checkpoint={folder}", REPO, *arguments) == 1
     said = capsys.readouterr().err
-    assert all(word in said for word in [f"checkpoint={folder} was not sent", *words]), said
+    assert all(word in said for word in [f"checkpoint={folder} was not uploaded", *words]), said
     assert not online.calls
 
 
@@ -396,7 +396,7 @@ def test_a_changed_byte_of_a_checkpoint_is_found(run, online, tmp_path, capsys):
     data[-1] ^= 1
     weights.write_bytes(data)
     assert push(f"checkpoint={copy}", REPO, LICENCE) == 1
-    assert "hf/model.safetensors is not as COMMITTED says" in capsys.readouterr().err
+    assert "hf/model.safetensors differs from COMMITTED" in capsys.readouterr().err
     assert json.loads((copy / "COMMITTED").read_text())["files"]
     assert not online.calls
 
@@ -405,16 +405,16 @@ def test_a_changed_byte_of_a_checkpoint_is_found(run, online, tmp_path, capsys):
     ("arguments", "words"),
     [
         ([], ["checkpoint has no value", "repo has no value"]),
-        (["checkpoint=owner/name", REPO, LICENCE], ["checkpoint=owner/name is no folder here"]),
+        (["checkpoint=owner/name", REPO, LICENCE], ["checkpoint=owner/name is not a local folder"]),
         (["checkpoint=nope/nope/nope", REPO], ["nope/nope/nope"]),
         (
             ["checkpoint=RUN", "repo=tiny", "license=Apache 2"],
-            ["repo=tiny is no name", "license=Apache 2 is not how"],
+            ["repo=tiny is not a hub name", "license=Apache 2 is not a hub licence"],
         ),
-        (["checkpoint=RUN", "repo=a/b--c", "license=other"], ["repo=a/b--c is no name", "license_link"]),
+        (["checkpoint=RUN", "repo=a/b--c", "license=other"], ["repo=a/b--c is not a hub name", "license_link"]),
         (["checkpoint=RUN", REPO, "revision=''"], ["revision is empty"]),
-        (["checkpoint=RUN", REPO, "revision=a..b"], ["revision=a..b is no name of a branch"]),
-        (["checkpoint=RUN", REPO, "revision=step 4"], ["revision=step 4 is no name of a branch"]),
+        (["checkpoint=RUN", REPO, "revision=a..b"], ["revision=a..b is not a branch name"]),
+        (["checkpoint=RUN", REPO, "revision=step 4"], ["revision=step 4 is not a branch name"]),
     ],
 )
 def test_mistakes_are_listed_with_their_remedies(arguments, words, run, online, capsys):

@@ -109,7 +109,7 @@ def test_killed_at_any_instant_a_run_ends_like_one_that_was_not(train, tmp_path)
     # Different mathematics under the same name is refused by key; run.restart=true starts a new folder.
     other = train("run.name=killed", "optimizer.learning_rate=1e-4", "training.seed=3")
     assert other.returncode == 2
-    assert "optimizer.learning_rate is 0.0001, and run killed was begun with 0.003" in other.stderr
+    assert "optimizer.learning_rate is 0.0001, but run killed was started with 0.003" in other.stderr
     assert "training.seed is 3" in other.stderr
     anew = train("run.name=killed", "training.seed=3", "run.restart=true", "training.steps=40")
     assert anew.returncode == 0, anew.stderr
@@ -260,7 +260,7 @@ def test_a_run_in_use_is_refused_and_not_disturbed(train, tmp_path):
         (["run.name=${nope}"], "nope"),
         (["training.sequence_length=0", "training.steps=-3"], "training.steps is -3"),
         (["training.seed=99999999999999999999"], "training.seed is"),
-        (["--multirun", "training.seed=1,2"], "start a command for each"),
+        (["--multirun", "training.seed=1,2"], "start one command per job"),
     ],
 )
 def test_odd_values_are_refused_in_a_sentence(train, tmp_path, overrides, words):

@@ -1,4 +1,4 @@
-"""What the rooms offer, asked with a whole configuration: they take the groups that they need, tests have all."""
+"""Calls functions that take single groups of keys with a whole configuration."""
 
 from pathlib import Path
 

@@ -78,7 +78,7 @@ def main() -> None:
     parser = harness.parser(__doc__)
     parser.add_argument("--data-dir", required=True, help="local rows, TASK/SPLIT.jsonl or .parquet")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), metavar="TASK", choices=list(TASKS))
-    parser.add_argument("--limit", type=int, help="only so many rows of each task")
+    parser.add_argument("--limit", type=int, help="maximum rows per task")
     parser.add_argument("--checkpoint", type=Path, help="an hf/ folder, instead of random weights")
     parser.add_argument("--tokenizer", type=Path, help="folder of a tokenizer, for random weights")
     patterns.add_activations(parser)

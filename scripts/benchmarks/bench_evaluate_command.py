@@ -65,15 +65,21 @@ def main() -> None:
     parser.add_argument("--data-dir", required=True, help="the local rows to repeat, TASK/SPLIT.jsonl")
     parser.add_argument("--checkpoint", type=Path, help="an hf/ folder, instead of random weights")
     parser.add_argument("--tokenizer", type=Path, help="folder of a tokenizer, for random weights")
-    parser.add_argument("--model", default="0p5b", help="of random weights, as model= of training (default 0p5b)")
+    parser.add_argument(
+        "--model", default="0p5b", help="model of random weights, a model choice of `train` (default 0p5b)"
+    )
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--kernels", default="auto", choices=["auto", "cuda", "torch"], help="of sparsellm.evaluate")
-    parser.add_argument("--batch-size", default="128", help="of lm_eval (default 128); sparsellm's is auto")
-    parser.add_argument("--limit", type=int, help="only so many rows of each task")
+    parser.add_argument(
+        "--kernels", default="auto", choices=["auto", "cuda", "torch"], help="kernels of sparsellm.evaluate"
+    )
+    parser.add_argument("--batch-size", default="128", help="batch size of lm_eval (default 128); sparsellm uses auto")
+    parser.add_argument("--limit", type=int, help="maximum rows per task")
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=1, help="of both commands; the second finds rows cached")
-    parser.add_argument("--only", choices=["sparsellm", "lm_eval"], help="one command alone")
+    parser.add_argument(
+        "--rounds", type=int, default=1, help="repetitions of both commands; later ones find rows cached"
+    )
+    parser.add_argument("--only", choices=["sparsellm", "lm_eval"], help="run only one command")
     args = parser.parse_args()
     if (args.checkpoint is None) == (args.tokenizer is None):
         parser.error("give --checkpoint, or --tokenizer for random weights")

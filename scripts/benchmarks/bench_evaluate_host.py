@@ -21,7 +21,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from scripts.benchmarks import harness, whole_tasks
 from sparsellm.distributed.groups import process_group
-from sparsellm.evaluation import building, downstream, tasks
+from sparsellm.evaluation import downstream, task_requests, tasks
 from sparsellm.hf.hub import offline
 
 
@@ -63,14 +63,14 @@ def main() -> None:
                         max_position_embeddings=2048)  # fmt: skip
     torch.manual_seed(0)
     model = LlamaForCausalLM(small)
-    build, ahead = building.Share.__init__, [0.0]
+    build, ahead = task_requests.Share.__init__, [0.0]
 
     def timed(self: Any, *arguments: Any) -> None:
         start = time.thread_time()
         build(self, *arguments)
         ahead[0] += time.thread_time() - start
 
-    building.Share.__init__ = timed  # type: ignore[method-assign]
+    task_requests.Share.__init__ = timed  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as folder, offline(True), process_group("cpu") as ranks:
         whole_tasks.write(args.data_dir, Path(folder, "rows"))
         found: dict[str, Any] = {}

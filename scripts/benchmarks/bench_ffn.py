@@ -405,7 +405,7 @@ def main() -> None:
     with torch.no_grad():
         for name in args.patterns:
             if problem := patterns.obstacle(name, args.activations):
-                print(f"\n{name}: skipped, for {problem}")
+                print(f"\n{name}: skipped: {problem}")
                 continue
             try:
                 block = patterns.build(name, DECODE_FROM if args.decode else max(sizes), "cuda", args.activations)

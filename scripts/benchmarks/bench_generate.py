@@ -392,8 +392,8 @@ def main() -> None:
     )
     parser.add_argument("--new", type=int, default=64, help="tokens")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--minutes", type=float, default=3.0, help="after which no case begins")
-    parser.add_argument("--no-parts", dest="parts", action="store_false", help="leave out where the time goes")
+    parser.add_argument("--minutes", type=float, default=3.0, help="start no case after this time")
+    parser.add_argument("--no-parts", dest="parts", action="store_false", help="do not break down the time")
     args = parser.parse_args()
     if (args.checkpoint is None) != (args.text is None):
         parser.error("--checkpoint and --text are given together")
@@ -403,8 +403,9 @@ def main() -> None:
         -(-(context + 1) // CACHE_MULTIPLE) != -(-(context + args.new) // CACHE_MULTIPLE) for context in args.contexts
     ):
         parser.error(
-            f"--new is {args.new} with --contexts {args.contexts}: for the mode `ours`, calls for one token and for all"
-            f" should share memory, so give contexts that are multiples of {CACHE_MULTIPLE}, and no more new tokens"
+            f"--new is {args.new} with --contexts {args.contexts}: in the mode `ours`, calls for one token and for all"
+            f" should share memory; give contexts that are multiples of {CACHE_MULTIPLE}, and no more new tokens than"
+            " that"
         )
     print(harness.gpu(), flush=True)
     start, device = time.perf_counter(), torch.device("cuda")
@@ -440,7 +441,7 @@ def main() -> None:
         results += [case._asdict() | {"model": name} | row for name, row in rows.items()]
     if left_out:
         said = ", ".join(f"{case.mode} {case.batch} x {case.context}" for case in left_out)
-        print(f"left out, for --minutes {args.minutes:g} were over: {said}")
+        print(f"skipped after --minutes {args.minutes:g}: {said}")
     harness.write(args.json, results)
 
 

@@ -1,4 +1,4 @@
-r"""What runtime.micro_batch_size=auto makes of a part of a GPU, beside given numbers: speed and memory.
+r"""Speed and memory of runtime.micro_batch_size=auto on a part of a GPU, compared with given sizes.
 
     python -m scripts.benchmarks.bench_memory --limit 77 data=stdlib_docs --locality 0.6 --json OUT
     python -m scripts.benchmarks.bench_memory --limit 77 --experiments 2b --ways torch sparse OVERRIDE...
@@ -6,14 +6,14 @@ r"""What runtime.micro_batch_size=auto makes of a part of a GPU, beside given nu
 Each experiment trains in up to three ways, for a few steps of `--batch` sequences, with frozen weights:
 
     torch     dense PyTorch, runtime.kernels=torch
-    dense     with the kernels, weights as a run draws them: how every run starts
-    sparse    with the kernels, weights shaped to fire --firing neurons per token, as bench_train.py shapes them
+    dense     with the kernels, freshly initialized weights: how every run starts
+    sparse    with the kernels, weights shaped to fire --firing neurons per token, as in bench_train.py
 
-Printed for each: the micro-batch that auto started with and the one that it ended with, tokens/s and the largest memory
-of tensors (and of the whole GPU, as the driver counts) in the steps after that; tokens/s with half and with twice as
-many sequences given; and auto's share of the best of the three. Then sparse beside the best of torch.
+Printed for each: auto's first and last micro-batch, tokens/s and peak memory of tensors (and of the whole GPU,
+according to the driver) in the steps after that; tokens/s with half and with twice the sequences; and auto relative to
+the best of the three. Then sparse relative to the best of torch.
 
-So that few steps do, plans decide every second step here, and auto grows at the first decision that allows it.
+To need only a few steps, plans decide every second step here, and auto grows at the first decision that allows it.
 """
 
 import argparse
@@ -35,8 +35,8 @@ WARMUP = 5  # steps: auto grows at the third
 
 
 def measured(config: Config, ranks: Ranks, opened: data.Data, weights: dict | None, steps: int) -> dict:
-    """What one trainer of `config` did: out of memory, or its micro-batches, tokens/s and GiB."""
-    torch._dynamo.reset()  # a graph for each size and way would add up to more than dynamo keeps
+    """The result of one trainer of `config`: out of memory, or micro-batches, tokens/s and GiB."""
+    torch._dynamo.reset()  # graphs of all sizes and ways would exceed dynamo's limit
     found = bench_train.measured(config, ranks, opened, weights, WARMUP, steps)
     if found is None:
         return {"tokens_per_s": None}
@@ -55,7 +55,7 @@ def measured(config: Config, ranks: Ranks, opened: data.Data, weights: dict | No
 def experiment(name: str, args: argparse.Namespace, ranks: Ranks) -> list[dict]:
     """A row for each way."""
     limit = [] if args.limit is None else [f"runtime.memory_limit_gib={args.limit}"]
-    # no checkpoint is saved, so there need not be room for more than one
+    # no checkpoint is saved, so little disk space is needed
     short = ["training.steps=100", "run.checkpoint_every=100", "logging=disabled"]
     common = [f"experiment={name}", f"training.batch_size={args.batch}", *short, *limit, *args.overrides]
 
@@ -91,7 +91,7 @@ def experiment(name: str, args: argparse.Namespace, ranks: Ranks) -> list[dict]:
 
 
 def best(row: dict) -> float:
-    """Tokens/s of auto or of a given number, whichever is most; 0 if all ran out of memory."""
+    """The highest tokens/s of auto and the given sizes; 0 if all ran out of memory."""
     return max([each["tokens_per_s"] or 0.0 for each in (row["auto"], *row["given"].values())])
 
 

@@ -192,9 +192,11 @@ def main() -> None:
     patterns.add_locality(parser)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("overrides", nargs="*", help="of the model, as `train` takes them")
-    parser.add_argument("--layers", type=int, nargs="+", help="of each model, instead of the model's")
-    parser.add_argument("--non-gated", action="store_true", help=f"not gated, of N {NON_GATED_NEURONS:,}")
+    parser.add_argument("overrides", nargs="*", help="overrides of the model, as for `train`")
+    parser.add_argument(
+        "--layers", type=int, nargs="+", help="numbers of layers to measure, instead of the model's own"
+    )
+    parser.add_argument("--non-gated", action="store_true", help=f"not gated, with N {NON_GATED_NEURONS:,}")
     parser.add_argument("--compiled", action="store_true", help="only with compiled layers")
     parser.add_argument("--seconds", type=float, default=5, help="measured time per variant")
     parser.add_argument("--seed", type=int, default=0)

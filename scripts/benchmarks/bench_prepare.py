@@ -1,16 +1,16 @@
-"""How fast prepare_data turns documents into tokens, by cores, beside as many tokenizers that do nothing else.
+"""Throughput of prepare_data by number of cores, compared with bare tokenizer processes.
 
     python -m scripts.benchmarks.bench_prepare [--cores 1,2,4,8,16] [--tokenizer FOLDER] [--characters 400e6]
 
-The documents are made of those of the embedded corpus, joined until each has as many characters as FineWeb-Edu's have
-on average, and again and again, in parquet files on the disk of --folder; --tokenizer is one folder or hub name,
-without which one of 4,096 ids is trained on them. For each number n of cores two rows:
+The documents repeat those of the embedded corpus, joined to the average length of FineWeb-Edu's, in parquet files on
+the disk of --folder. --tokenizer is a folder or hub name; default: one of 4,096 ids is trained on them. For each number
+n of cores two rows:
 
-    tokenizers    n processes of one thread each, which hold their documents in memory and drop the tokens
+    tokenizers    n processes of one thread each, with documents in memory, discarding the tokens
     prepare_data  sparsellm.data.prepare on n cores: it reads, tokenizes, hashes, writes and syncs
 
-Both rows count the tokens of the same text, and neither the imports nor the training of the tokenizer. Then what 10 and
-40 billion tokens take on the most cores. Every process is kept to its cores by its CPU affinity.
+Both rows process the same text, and exclude imports and the training of the tokenizer. Then the time for 10 and 40
+billion tokens on the most cores. Every process is pinned to its cores by CPU affinity.
 """
 
 import multiprocessing
@@ -31,14 +31,14 @@ from scripts.benchmarks import harness
 from sparsellm.config import from_overrides
 from sparsellm.data import Request, corpus, prepare, tokenizer
 
-SPAWN: BaseContext = multiprocessing.get_context("spawn")  # forked, a process would have no threads of its tokenizer
+SPAWN: BaseContext = multiprocessing.get_context("spawn")  # a forked process would lack its tokenizer's threads
 FILE_CHARACTERS = 50_000_000
-DOCUMENT_CHARACTERS = 4_800  # some 1,000 tokens, as the mean document of FineWeb-Edu has
+DOCUMENT_CHARACTERS = 4_800  # about 1,000 tokens, the mean document of FineWeb-Edu
 TARGETS = (10e9, 40e9)  # tokens
 
 
 def write_documents(texts: list[str], characters: int, folder: Path) -> None:
-    """Parquet files of documents made of `texts`, again and again, until there are so many characters."""
+    """Write parquet files of documents that repeat `texts`, with at least `characters` characters."""
     folder.mkdir()
     joined = "\n\n".join(texts)
     texts = [joined[at : at + DOCUMENT_CHARACTERS] for at in range(0, len(joined), DOCUMENT_CHARACTERS)]
@@ -46,7 +46,7 @@ def write_documents(texts: list[str], characters: int, folder: Path) -> None:
     count = total = 0
     while total < characters:
         for text in texts:
-            rows.append(f"{total} {text}")  # each differs, as documents do
+            rows.append(f"{total} {text}")  # make documents distinct
             count += len(rows[-1])
             total += len(rows[-1])
             if count >= FILE_CHARACTERS or total >= characters:
@@ -122,8 +122,10 @@ def main() -> None:
     halves = [n for n in (1, 2, 4, 8, 16, 32, 64) if n < len(here)]
     parser.add_argument("--cores", default=",".join(map(str, [*halves, len(here)])), help="numbers of cores")
     parser.add_argument("--tokenizer", help="a folder or hub name; without it one of 4,096 ids is trained")
-    parser.add_argument("--characters", type=float, default=400e6, help="of the documents")
-    parser.add_argument("--folder", help="for what is written, some 5 bytes a character; default: the system's")
+    parser.add_argument("--characters", type=float, default=400e6, help="total characters of the documents")
+    parser.add_argument(
+        "--folder", help="output folder, about 5 bytes per character; default: the system's temporary folder"
+    )
     given = parser.parse_args()
     numbers = [int(n) for n in given.cores.split(",")]
     if max(numbers) > len(here):
@@ -145,7 +147,7 @@ def main() -> None:
             found[n] = {"tokenizers": alone, "prepare_data": ours, "share": ours / alone, "per_core": ours / n}
             print(
                 f"{n:>3} cores  tokenizers {alone:>12,.0f} tokens/s   prepare_data {ours:>12,.0f} tokens/s,"
-                f" {ours / n:>9,.0f} a core, {ours / alone:.2f} of the tokenizers",
+                f" {ours / n:>9,.0f} per core, {ours / alone:.2f} of the tokenizers",
                 flush=True,
             )
         best = found[max(numbers)]["prepare_data"]

@@ -1,25 +1,25 @@
-r"""Throughput, memory and energy of whole training steps, for any configurations, side by side in one process.
+r"""Throughput, memory and energy of whole training steps for any configurations, compared in one process.
 
     python -m scripts.benchmarks.bench_train COMMON_OVERRIDE... --variant "OVERRIDE ..." --variant "OVERRIDE ..."
     python -m scripts.benchmarks.bench_train experiment=1p5b training.batch_size=64 --firing recorded \
         --activations DIR --variant runtime.kernels=torch --variant runtime.kernels=cuda --micro-batches 8 16 32
     torchrun --standalone --nproc_per_node 8 -m scripts.benchmarks.bench_train ...
 
-Each variant is the trainer itself on its real data. Variants take turns, and each is built anew in each of `--rounds`.
+Each variant is the trainer itself on its real data. Variants alternate, and each is rebuilt in each of `--rounds`.
 Printed for each variant: the median step of all rounds as tokens/s, its spread over rounds, MFU
-(sparsellm/runs/metrics.py), the largest memory, what a GPU holds between steps (`states`: weights and moments) and
-its ratio to what it should be (12 bytes of a parameter, divided as runtime.shard says), the share of the step in which
-the host waited for data, the energy per token of all GPUs (NVML's counter over the measured steps), nonzeros per token
-and layer, and each layer's engine after the last step. Ratios are to the first variant at the same micro-batch. On one
-GPU, a variant that runs out of memory is shown as OOM, and the others go on.
+(sparsellm/runs/metrics.py), peak memory, memory between steps (`states`: weights and moments) and its ratio to the
+expected value (12 bytes per parameter, sharded by runtime.shard), the fraction of the step in which the host waited for
+data, the energy per token of all GPUs (NVML's counter over the measured steps), nonzeros per token and layer, and each
+layer's engine after the last step. Ratios are to the first variant at the same micro-batch. On one GPU, a variant that
+runs out of memory is shown as OOM, and the others continue.
 
 --firing gives all variants the same weights, shaped to fire a mean number of neurons per token, or at the `recorded`
-rates (shaped_models.py). These weights are frozen, so that they go on firing as often: the learning rate is 0,
-and with it weight decay, which is a multiple of it; all else of a step happens. --locality above 0 replaces the data by
-random texts whose neighbours share neurons: between 0.5 and 0.7, about as many as recorded text does.
+rates (shaped_models.py). These weights are frozen, so that sparsity does not change: the learning rate is 0, which also
+disables weight decay; the rest of a step is unchanged. --locality above 0 replaces the data by random texts whose
+neighbouring tokens share neurons: between 0.5 and 0.7, about as many as in recorded text.
 
---soon has plans decide every second step instead of every eighth, and runtime.micro_batch_size=auto grow at the first
-decision that allows it, so that a warm-up of a few steps does. Steps then wait more often for counts.
+--soon makes plans decide every second step instead of every eighth, and runtime.micro_batch_size=auto grow at the first
+decision that allows it, so that a warm-up of a few steps is enough. Steps then wait for counts more often.
 """
 
 import math
@@ -54,9 +54,9 @@ RECORDED = "recorded"
 def measure(
     config: Config, ranks: Ranks, opened: data.Data, weights: dict[str, Tensor] | None, warmup: int, steps: int
 ) -> dict:
-    """Build one trainer, and measure its steps after a warm-up: seconds of each step, memory, energy, counts, engines.
+    """Build one trainer and measure its steps after a warm-up: seconds per step, memory, energy, counts, engines.
 
-    weights: the decoder's weights, instead of those that the trainer draws.
+    weights: the decoder's weights, instead of the trainer's initial ones.
     """
     folder = Path(tempfile.mkdtemp())
     try:
@@ -111,9 +111,9 @@ def opened_data(config: Config, ranks: Ranks) -> data.Data:
 
 
 def measured(config: Config, ranks: Ranks, *args) -> dict | None:
-    """The result of `measure`, after whose trainer memory is given back; None if the trainer ran out of memory.
+    """The result of `measure`, releasing the trainer's memory afterwards; None if the trainer ran out of memory.
 
-    With other ranks it raises what the trainer raised instead, because they may wait for this rank.
+    With several ranks it raises the trainer's exception instead, because others may wait for this rank.
     """
     result = None
     try:
@@ -121,17 +121,17 @@ def measured(config: Config, ranks: Ranks, *args) -> dict | None:
     except (torch.OutOfMemoryError, MicroBatchError):
         if ranks.world_size > 1:
             raise
-    give_back()  # not within the except: there the exception's frames still hold the trainer
+    give_back()  # not in the except block, where the exception's frames still hold the trainer
     return result
 
 
 def decide_soon() -> None:
-    """Have engines and micro-batches chosen within the steps of a warm-up."""
+    """Choose engines and micro-batches within the warm-up."""
     plans.DECIDE_EVERY, micro_batch.SETTLED = 2, 1
 
 
 def gpu_bytes(device: torch.device) -> int:
-    """What is in use of a GPU, by whomever; 0 on a CPU."""
+    """Bytes in use on a GPU by all processes; 0 on a CPU."""
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(device)
@@ -139,25 +139,27 @@ def gpu_bytes(device: torch.device) -> int:
 
 
 def engines(trainer: Trainer) -> list[str] | None:
-    """Each layer's engine; None where training does not use the kernels."""
+    """Each layer's engine; None if training does not use the kernels."""
     return None if trainer.plans is None else trainer.plans.engines
 
 
 def freeze(configs: list[Config]) -> None:
-    """Change the configurations so that no step changes a weight. Raises ConfigError for an option that would change
-    weights all the same, and for variants that cannot share weights."""
+    """Change the configurations so that no step changes a weight. Raises ConfigError for options that would still
+    change weights, and for variants that cannot share weights."""
     first, found = configs[0], []
     for config in configs:
         if config.sparsity.reinit_dead_after_tokens is not None:
-            found.append("sparsity.reinit_dead_after_tokens draws weights anew: with --firing it should be null")
+            found.append("sparsity.reinit_dead_after_tokens reinitializes weights: with --firing it should be null")
         for group, values in (
             ("model", (config.model, first.model)),
             ("data", (config.data, first.data)),
             ("training", (config.training, first.training)),
         ):
             if values[0] != values[1]:
-                found.append(f"{group} differs between variants: with --firing they share weights, and it should not")
-        config.optimizer.learning_rate = 0.0  # set after the checks, which refuse 0; weight decay is a multiple of it
+                found.append(
+                    f"{group} differs between variants: with --firing they share weights, so it should be the same"
+                )
+        config.optimizer.learning_rate = 0.0  # after the checks, which refuse 0; also disables weight decay
     if found:
         raise ConfigError(list(dict.fromkeys(found)))
 
@@ -183,14 +185,14 @@ def shaped_weights(
 
 
 def states_between_steps(config: Config) -> float:
-    """Bytes of the weights and moments that a rank holds between two steps, by arithmetic."""
+    """Estimated bytes of weights and moments that a rank holds between steps."""
     world_size = world_size_from_environment()
     sharing = ranks_that_share(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
     return 12 * parameters(config.model) / (1 if config.runtime.shard == Shard.none else sharing)
 
 
 def rows(runs: list[tuple[str, Config]], results: list[list[dict | None]], peak_flops: float | None) -> list[dict]:
-    """A row for each run. Ratios are to the first run of the same micro-batch."""
+    """A row per run. Ratios are to the first run with the same micro-batch."""
     found, bases = [], {}
     for (variant, config), rounds in zip(runs, results, strict=True):
         size = config.runtime.micro_batch_size
@@ -234,7 +236,7 @@ def show(found: list[dict]) -> None:
             print(f"micro-batch of {row['variant']}: {first}" + f", then {last}" * (first != last))
         if row.get("engines"):
             notes = "" if row["settled"] else ", changed while it was measured (lengthen --warmup)"
-            notes += f", {row['rest_calls']:,} calls without room in the last step" if row["rest_calls"] else ""
+            notes += f", {row['rest_calls']:,} overflowing calls in the last step" if row["rest_calls"] else ""
             print(f"engines of {row['variant']}, micro-batch {row['micro_batch']}{notes}: {' '.join(row['engines'])}")
             print(f"  chosen by {row['chosen_by']}")
     for key, title in (("nonzeros", "nonzeros per token"), ("union", "union of 128 tokens")):
@@ -268,9 +270,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser = harness.parser(__doc__)
     parser.add_argument("overrides", nargs="*", help="config overrides common to all variants")
     parser.add_argument("--variant", action="append", default=[], help="config overrides of one variant, in one string")
-    parser.add_argument("--micro-batches", type=int, nargs="+", metavar="SIZE", help="measure each variant at each")
     parser.add_argument(
-        "--firing", type=firing, metavar="MEAN", help="freeze weights that fire so often per token, or `recorded`"
+        "--micro-batches", type=int, nargs="+", metavar="SIZE", help="measure each variant at each size"
+    )
+    parser.add_argument(
+        "--firing",
+        type=firing,
+        metavar="MEAN",
+        help="freeze weights that fire this often per token, or at the `recorded` rates",
     )
     patterns.add_activations(parser)
     patterns.add_locality(parser)
@@ -280,7 +287,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=15, help="measured steps, in every round")
     args = parser.parse_intermixed_args(arguments)
     if args.firing is None and (args.activations or args.locality):
-        parser.error("--activations and --locality are for --firing")
+        parser.error("--activations and --locality need --firing")
     if args.firing == RECORDED and args.activations is None:
         parser.error(f"--firing recorded needs --activations DIR: {patterns.RECORD}")
     if args.soon:
@@ -309,7 +316,7 @@ def main(arguments: list[str] | None = None) -> None:
             rates = shaped_models.layer_rates(model.num_layers, model.intermediate_size, args.activations, mean)
         except ValueError as error:
             parser.error(f"--firing: {error}")
-    # all runs compile the same functions, for several shapes and kinds of layer
+    # all runs compile the same functions, for several shapes and layer types
     torch._dynamo.config.recompile_limit = 8 * len(runs)
     set_determinism(configs[0].runtime.deterministic)
     with process_group(device_type(configs[0].runtime)) as ranks:

@@ -19,7 +19,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 def gpu() -> str:
     """The GPU's name and torch's version, the first line of a benchmark. Exits if there is no GPU."""
     if not torch.cuda.is_available():
-        raise SystemExit("a CUDA GPU is needed")
+        raise SystemExit("this benchmark needs a CUDA GPU")
     return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
 
 

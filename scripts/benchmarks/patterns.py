@@ -68,7 +68,9 @@ def dense_nongated(x: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
 
 
 def add_locality(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--locality", type=float, default=0.0, help="0 to 1: what neighbours share in random texts")
+    parser.add_argument(
+        "--locality", type=float, default=0.0, help="0 to 1: how much neighbouring tokens share in random texts"
+    )
 
 
 def add_activations(parser: argparse.ArgumentParser) -> None:
@@ -89,7 +91,7 @@ def layers_file(activations: Path) -> Path:
     if len(found) == 1:
         return found[0]
     problem = f"has {', '.join(path.name for path in found)}, but should have one" if found else f"has no {LAYERS}"
-    raise ValueError(f"{activations} {problem if activations.is_dir() else 'is no folder'}: {RECORD}")
+    raise ValueError(f"{activations} {problem if activations.is_dir() else 'is not a folder'}: {RECORD}")
 
 
 def obstacle(name: str, activations: Path | None, neurons: int = N) -> str | None:
@@ -115,7 +117,7 @@ def obstacle(name: str, activations: Path | None, neurons: int = N) -> str | Non
         return str(error)
     with np.load(path) as arrays:
         if f"{RECORDED[name]}cols" not in arrays:
-            return f"{path} has no {name}, for it is of a model of {_layers(arrays)} layers: {RECORD}"
+            return f"{path} has no {name}: its model has only {_layers(arrays)} layers; {RECORD}"
         if (found := _neurons(arrays)) != neurons:
             return f"{path} is of a model of N {found:,}: pattern {name!r} needs N {neurons:,}; {RECORD}"
     return None

@@ -38,7 +38,7 @@ def word_tokenizer(vocabulary: int) -> Tokenizer:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, metavar="OUT", help="a new folder")
-    parser.add_argument("overrides", nargs="*", help="of the model, as `train` takes them")
+    parser.add_argument("overrides", nargs="*", help="overrides of the model, as for `train`")
     patterns.add_activations(parser)
     parser.add_argument("--mean", type=float, help="nonzeros per token, averaged over layers")
     patterns.add_locality(parser)
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
     args = parser.parse_intermixed_args(arguments)
     if args.out.exists():
-        parser.error(f"{args.out} is there: give a new folder")
+        parser.error(f"{args.out} exists: give a new folder")
     try:
         config = from_overrides(args.overrides)
         model = config.model

@@ -58,8 +58,8 @@ def layer_rates(layers: int, neurons: int, activations: Path | None, mean: float
         rates = patterns.scaled_rates(rates, mean)
     if not np.isclose(rates.sum(1).mean(), mean, rtol=1e-3):
         raise ValueError(
-            f"the mean is {mean:g} nonzeros per token: for {neurons:,} neurons it should be lower, as some never fire"
-            f" and the others for at most {patterns.RATE_CAP:.0%} of the tokens"
+            f"the mean is {mean:g} nonzeros per token: for {neurons:,} neurons it should be lower, because some never"
+            f" fire and the others for at most {patterns.RATE_CAP:.0%} of the tokens"
         )
     return rates
 

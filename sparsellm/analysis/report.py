@@ -101,8 +101,8 @@ def table(results: Row) -> str:
     dead = sum(row["dead"] for row in results["layers"])
     lines += [
         "",
-        f"mean, median, p99, max: nonzeros per token. dead: never fired in these {text['tokens']:,} tokens, {dead:,} of"
-        f" {model['layers'] * model['neurons']:,} neurons in all.",
+        f"mean, median, p99, max: nonzeros per token. dead: neurons that never fired in these {text['tokens']:,}"
+        f" tokens, {dead:,} of {model['layers'] * model['neurons']:,} in total.",
         "by position, mean of layers: "
         + "  ".join(
             f"{row['first']}{'' if row['first'] == row['last'] else '-' + str(row['last'])}:"
@@ -115,9 +115,9 @@ def table(results: Row) -> str:
             shown = "  ".join(f"{row['token']!r} {row['nonzeros']:,.1f}" for row in tokens[name][:LINES])
             lines.append(f"{name.replace('_', ' ')} tokens, from position {tokens['from_position']} on: {shown}")
     else:
-        lines.append(f"no token was read {tokens['min_count']:,} times: lower min_count, or read more sequences")
+        lines.append(f"no token was read {tokens['min_count']:,} times: lower min_count or raise sequences")
     if speed and speed["correlation_with_nonzeros"] is not None:
-        lines.append(f"speed-up and nonzeros over layers: correlation {speed['correlation_with_nonzeros']:+.2f}")
+        lines.append(f"correlation of speedup and nonzeros over layers: {speed['correlation_with_nonzeros']:+.2f}")
     elif not speed:
         lines.append(f"speed-up: {results['speed_missing']}")
     return "\n".join(lines)

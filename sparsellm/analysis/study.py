@@ -1,4 +1,4 @@
-"""Analyzing a checkpoint: finding it, letting it read, counting, and writing what came of it."""
+"""Analyzes a checkpoint: locate it, read text, count, and write the results."""
 
 import sys
 from dataclasses import dataclass
@@ -22,21 +22,22 @@ from sparsellm.system import regular
 from sparsellm.system.console import progress, warn
 from sparsellm.system.files import write_whole
 
-if TYPE_CHECKING:  # transformers' modelling takes two seconds to import: a refusal need not wait for it
+if TYPE_CHECKING:  # importing transformers' models takes two seconds, too long for a refusal
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 COUNTING = "counting reads every activation, which PyTorch alone keeps"
-LONGEST = 2_048  # tokens of a sequence of a model without a run; its context, if that is shorter
+LONGEST = 2_048  # longest sequence for a model without a run, if its context allows it
 
 
 def mistakes(config: AnalyzeConfig) -> list[str]:
-    """Everything that keeps `config` from being analyzed, as far as it can be known before any work."""
+    """Every mistake in `config` that can be found before any work."""
     given = [] if config.checkpoint is None else [("checkpoint", config.checkpoint)]
     return analyze_mistakes(config) + text_mistakes(config.text, given)
 
 
 def analyze_checkpoint(config: AnalyzeConfig) -> tuple[dict[str, Any], Path]:
-    """Analyze, and write analysis.json, the tables and the figures: the contents of analysis.json, and their folder.
+    """Analyze, and write analysis.json, the tables and the figures. Returns the contents of analysis.json and the
+    folder.
 
     Raises ConfigError with every mistake, and AnalysisError.
     """
@@ -95,7 +96,7 @@ def analyze_checkpoint(config: AnalyzeConfig) -> tuple[dict[str, Any], Path]:
     try:
         report.write_all(opened.output, results, counted, types)
     except OSError as error:
-        print(report.table(results), flush=True)  # which took minutes
+        print(report.table(results), flush=True)  # print before writing: these results took minutes
         raise AnalysisError(f"{opened.output} cannot be written: {error}; choose another output_dir") from error
     _draw(opened.output, results, counted)
     return results, opened.output
@@ -125,7 +126,7 @@ class Opened:
 
 
 def _open(config: AnalyzeConfig, checkpoint: Checkpoint) -> Opened:
-    """Everything that can be refused, before anything is counted. Raises AnalysisError."""
+    """Load everything that can fail before counting starts. Raises AnalysisError."""
     if not sys.stderr.isatty():
         from transformers.utils import logging
 
@@ -136,7 +137,7 @@ def _open(config: AnalyzeConfig, checkpoint: Checkpoint) -> Opened:
         if described.model_type not in conversion.CLASSES or activation != "relu":
             raise AnalysisError(
                 f"checkpoint {checkpoint} is a {described.model_type} model with hidden_act {activation}: it should be"
-                f" {' or '.join(conversion.CLASSES)} with relu, whose zeros are exact"
+                f" {' or '.join(conversion.CLASSES)} with relu, which has exact zeros"
             )
         if checkpoint.unchecked:
             print(checkpoint.unchecked, file=sys.stderr, flush=True)
@@ -145,33 +146,33 @@ def _open(config: AnalyzeConfig, checkpoint: Checkpoint) -> Opened:
         output = _writable(checkpoint.output(ANALYSIS, config.output_dir), "output_dir")
         recorded = _for_recordings(config)
         tokenizer = pretrained.read_tokenizer(checkpoint.model, described.vocab_size)
-        # Here, for `datasets` takes long to import, and a refusal need not wait for it.
+        # Imported here because `datasets` is slow to import, too slow for a refusal.
         from sparsellm.analysis import text
         from sparsellm.data import Request
 
         if config.text is None:
             assert checkpoint.run is not None
-            assert run is not None  # `mistakes` has asked for a text otherwise
+            assert run is not None  # `mistakes` requires text=FILE otherwise
             blocks = text.of_run(checkpoint, checkpoint.run, Request.of(run), config.sequences)
         else:
             length = run.training.sequence_length if run else min(LONGEST, described.max_position_embeddings)
             blocks = text.of_file(Path(config.text).expanduser(), tokenizer, config.sequences, length)
         if blocks.max() >= described.vocab_size:
             raise AnalysisError(
-                f"token {blocks.max()} exceeds the vocabulary of {checkpoint}, {described.vocab_size:,}"
+                f"token {blocks.max()} is outside the vocabulary of {checkpoint}, {described.vocab_size:,}"
             )
         dtype, why = computed_in(config.dtype, checkpoint)
         model = pretrained.read_model(checkpoint.model, dtype)
         feedforward_blocks(model)
-    except CheckpointNotFound as error:  # damaged
+    except CheckpointNotFound as error:  # damaged checkpoint
         raise AnalysisError(str(error)) from error
-    except (OSError, ValueError) as error:  # a damaged file, other blocks than ours, a hub without a network
+    except (OSError, ValueError) as error:  # a damaged file, an unsupported architecture, or an unreachable hub
         raise AnalysisError(unreadable(checkpoint, error)) from error
     return Opened(model.to(device_type(config.device.name)).eval(), tokenizer, blocks, identity, output, recorded, why)
 
 
 def _writable(folder: Path, key: str) -> Path:
-    """The folder that `key` names, made. Raises AnalysisError if it cannot be written."""
+    """Create the folder given by `key`. Raises AnalysisError if it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         regular.to_write(folder / ".writable", "a").close()
@@ -182,13 +183,13 @@ def _writable(folder: Path, key: str) -> Path:
 
 
 def _for_recordings(config: AnalyzeConfig) -> Path | None:
-    """The folder for recordings, made; None if none are asked for. Raises AnalysisError."""
+    """Create the folder for recordings; None if none are requested. Raises AnalysisError."""
     if config.recordings is None:
         return None
     folder = _writable(Path(config.recordings).expanduser(), "recordings")
     if others := recordings.other_recordings(folder):
         raise AnalysisError(
-            f"recordings={folder} has {', '.join(others)} already, and scripts/ take a folder of one recording: choose"
+            f"recordings={folder} already has {', '.join(others)}, but scripts/ expect one recording per folder: choose"
             " another folder"
         )
     return folder
@@ -204,7 +205,7 @@ def _record(opened: Opened, folder: Path, batch_size: int) -> None:
 
 
 def _speeds(config: AnalyzeConfig, opened: Opened) -> tuple[list[dict[str, Any]] | None, str | None]:
-    """The rows of sparsellm.analysis.speed; or None, and why."""
+    """(the rows of sparsellm.analysis.speed, None), or (None, why there are none)."""
     if not config.speed:
         return None, "speed=false"
     if opened.model.device.type != "cuda":

@@ -1,4 +1,4 @@
-"""What a checkpoint reads: its run's held-out blocks, or the tokens of a file, cut into blocks like them."""
+"""The text that a checkpoint reads: its run's held-out blocks, or the tokens of a file cut into such blocks."""
 
 import codecs
 from collections.abc import Iterator
@@ -14,30 +14,31 @@ from sparsellm.analysis.errors import AnalysisError
 from sparsellm.data import corpus, rows
 from sparsellm.runs.locate import Checkpoint
 
-if TYPE_CHECKING:  # transformers' modelling takes two seconds to import: a refusal need not wait for it
+if TYPE_CHECKING:  # importing transformers' models takes two seconds, too long for a refusal
     from transformers import PreTrainedTokenizerBase
 
-COLUMN = "text"  # of a parquet or jsonl file
+COLUMN = "text"  # in a parquet or jsonl file
 DOCUMENTS_AT_ONCE = 64
-# A text is read up to this many bytes, and further only where these hold too few tokens (English: 4 bytes a token).
+# A text is read up to this many bytes, and further only if they contain too few tokens (English: 4 bytes per token).
 LEAST_READ, BYTES_PER_TOKEN = 1 << 20, 64
 
 
 def of_run(checkpoint: Checkpoint, run: Path, request: data.Request, sequences: int) -> Tensor:
-    """`sequences` held-out blocks of the checkpoint's `run`, or all there are: int64 [S, T]. Raises AnalysisError."""
+    """Up to `sequences` held-out blocks of the checkpoint's `run`: int64 [S, T]. Raises AnalysisError."""
     try:
         blocks = data.open_validation(request, sequences, Path(checkpoint.model), run)
     except (data.DataError, OSError) as error:
-        raise AnalysisError(f"no held-out text of {run}: {error}; or give another text by text=FILE") from error
+        raise AnalysisError(
+            f"the held-out text of {run} is not available: {error}; or give another text with text=FILE"
+        ) from error
     return blocks[:, :-1]  # the last token is only a target
 
 
 def of_file(path: Path, tokenizer: "PreTrainedTokenizerBase", sequences: int, length: int) -> Tensor:
-    """The first `sequences` x `length` tokens of `path`, or as many whole sequences as there are: int64 [S, T].
+    """The first `sequences` x `length` tokens of `path`, or all its whole sequences if there are fewer: int64 [S, T].
 
     A long text is read only as far as its tokens are needed. Every document ends with the tokenizer's eos_token, and
-    begins with its bos_token where prompts do. A text of fewer than `length` tokens is one sequence. Raises
-    AnalysisError.
+    begins with its bos_token if prompts do. A text of fewer than `length` tokens is one sequence. Raises AnalysisError.
     """
     begin = [token for token in tokenizer("a").input_ids[:1] if token == tokenizer.bos_token_id]
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
@@ -46,33 +47,33 @@ def of_file(path: Path, tokenizer: "PreTrainedTokenizerBase", sequences: int, le
         tokens: list[int] = []
         texts = documents(path, most)
         while len(tokens) < wanted and (some := list(islice(texts, DOCUMENTS_AT_ONCE))):
-            # A special token that is spelled out in a text is text, as in training.
+            # The spelling of a special token in a text is plain text, as in training.
             encoded = tokenizer(some, add_special_tokens=False, split_special_tokens=True, verbose=False)
             tokens += [token for ids in encoded["input_ids"] for token in begin + ids + end]
-        if len(tokens) > wanted or not _is_cut(path, most):  # the last token of a cut text is none of its own
+        if len(tokens) > wanted or not _is_cut(path, most):  # the last token of a truncated text is not its own
             break
         most *= 8
     if not tokens:
-        raise AnalysisError(f"text={path} holds no text")
+        raise AnalysisError(f"text={path} contains no text")
     length = min(length, len(tokens))
     sequences = min(sequences, len(tokens) // length)
     return torch.tensor(tokens[: sequences * length]).view(sequences, length)
 
 
 def _is_cut(path: Path, most: int) -> bool:
-    """Whether `path` is one plain text of more than `most` bytes."""
+    """Whether `path` is a plain text file of more than `most` bytes."""
     is_text = rows.READERS.get(rows.ending(path.name), "text") == "text"
     return is_text and path.suffix.lower() not in rows.COMPRESSIONS and path.stat().st_size > most
 
 
 def documents(path: Path, most: int) -> Iterator[str]:
-    """The texts of a file of rows, as preparation reads it, or the one text of any other file, of which the first
-    `most` bytes are read. Raises AnalysisError."""
+    """The documents of a parquet or jsonl file, as preparation reads it; the first `most` bytes of any other file are
+    one document. Raises AnalysisError."""
     try:
         if _is_cut(path, most):
             with path.open("rb") as file:
                 text = codecs.getincrementaldecoder("utf-8-sig")().decode(file.read(most))
-            yield from text.rsplit(maxsplit=1)[:1]  # without the last word, which may be cut in two
+            yield from text.rsplit(maxsplit=1)[:1]  # without the last word, which may be truncated
             return
         if rows.ending(path.name) not in rows.READERS:
             yield from filter(None, [path.read_text(encoding="utf-8-sig")])
@@ -81,7 +82,9 @@ def documents(path: Path, most: int) -> Iterator[str]:
             if document.text:
                 yield document.text
     except data.DataError as error:
-        reason = str(error).replace("set data.text_column to one of", "rename one of")  # there is no such key here
+        reason = str(error).replace(
+            "set data.text_column to one of", "rename one of"
+        )  # `analyze` has no data.text_column
         raise AnalysisError(f"text={path}: {reason.replace('data.text_column', 'column')}") from error
     except (OSError, ValueError) as error:
         raise AnalysisError(f"text={path} cannot be read as text: {error}") from error

@@ -76,7 +76,7 @@ def _layers(axes: Axes, rows: list[Row]) -> None:
         if row["layer_speeds"]
     ]  # fmt: skip
     axes.axhline(1, color=GREY, linewidth=0.8)
-    axes.set(xlabel="nonzeros per token of a layer", ylabel="speed-up of a layer", xlim=(0, None))
+    axes.set(xlabel="nonzeros per token of a layer", ylabel="speedup of a layer", xlim=(0, None))
     from_zero(axes)
     plain(axes.xaxis)
     legend_above(axes, points, [size(row["parameters"]) for row in rows if row["layer_speeds"]])

@@ -75,31 +75,34 @@ def tables(results: Row) -> list[Table]:
 def notes(results: Row) -> list[str]:
     """Notes that explain the tables."""
     rows = results["checkpoints"]
-    compared = f"in brackets: relative to the last row of each checkpoint, {reference(rows[0])}"
+    compared = f"in brackets: ratio to the last row of each checkpoint, {reference(rows[0])}"
     tokens = " or ".join(dict.fromkeys(f"{row['sequences']} x {row['sequence_length']:,}" for row in rows))
     found = [compared] if any(len(row["sides"]) > 1 for row in rows) else []
     found += [
         "nonzeros: per token, mean over layers",
-        f"forward: {tokens} tokens, hidden states; training: a whole step of"
-        f" as many, {results['micro_batch_size']} sequences at a time; prefill and decode: sparsellm.Generator",
+        f"forward: {tokens} tokens, hidden states; training: a whole step of the same size, micro-batch"
+        f" {results['micro_batch_size']}; prefill and decode: sparsellm.Generator",
     ]
     if of_layers := dict.fromkeys(f"{of['tokens']:,}" for row in rows for of in row["layer_speeds"] or []):
-        found.append(f"layers: each alone on {' or '.join(of_layers)} tokens, relative to PyTorch's faster form of it")
+        found.append(
+            f"layers: each measured alone on {' or '.join(of_layers)} tokens, compared with PyTorch (eager or"
+            f" compiled, the faster)"
+        )
     found += [
-        f"{row['name']}: speed-up and nonzeros over layers: correlation {row['correlation_with_nonzeros']:+.2f}"
+        f"{row['name']}: correlation of speedup and nonzeros over layers: {row['correlation_with_nonzeros']:+.2f}"
         for row in rows
         if row["correlation_with_nonzeros"] is not None
     ]
     found += [
-        f"{row['name']}: a ReLU model alone runs on the kernels, and this one has {row['activation']}"
+        f"{row['name']}: only ReLU models run on the kernels; this one has {row['activation']}"
         for row in rows
         if row["activation"] != "relu"
     ]
     unscored = list(dict.fromkeys(model["name"] for model in _models(results) if not model["scores"]))
     if unscored:
         found.append(
-            "held-out loss and accuracy: what `sparsellm evaluate` without a limit left in the checkpoint;"
-            f" it left none for {'; '.join(unscored)}"
+            "held-out loss and accuracy: from `sparsellm evaluate` without a limit; not evaluated:"
+            f" {'; '.join(unscored)}"
         )
     return found + results["missing"]
 

@@ -49,11 +49,13 @@ def benchmark(config: BenchmarkConfig) -> tuple[dict[str, Any], Path]:
             subject = Subject.open(locate(name), config)
             baseline = None
             if config.baseline:
-                baseline = Subject.open(locate(config.baseline[i]), config, subject.blocks.shape[1]).beside(subject)
-                subject = subject.beside(baseline)
+                baseline = Subject.open(locate(config.baseline[i]), config, subject.blocks.shape[1]).limited_to(subject)
+                subject = subject.limited_to(baseline)
             measured.append(_measure(subject, baseline, not missing, config, ranks))
         if energy_mj(ranks.device) is None:
-            missing.append("no energy: " + ("a CPU counts none" if ranks.device.type == "cpu" else "NVML counts none"))
+            missing.append(
+                "no energy: " + ("not measured on a CPU" if ranks.device.type == "cpu" else "NVML has no counter")
+            )
         on_gpu = ranks.device.type == "cuda"
         results = {
             "device": torch.cuda.get_device_name(ranks.device) if on_gpu else "CPU",
@@ -95,7 +97,7 @@ def _without_kernels(config: BenchmarkConfig, device: torch.device) -> list[str]
     if config.kernels == Kernels.torch:
         return ["no kernels: kernels=torch"]
     if device.type == "cpu":
-        return ["no kernels: they need a CUDA GPU"]
+        return ["no kernels: the kernels need a CUDA GPU"]
     try:
         backend.load(config.kernels.name)
     except backend.KernelsUnavailable as error:
@@ -132,8 +134,8 @@ def _measure(
         rates |= phases.generation(sides, config, ranks.device)
     except torch.OutOfMemoryError as error:
         raise BenchmarkError(
-            f"{subject.name}: out of memory: fewer sequences than sequences={config.sequences}, or prompts than"
-            f" prompts={config.prompts}, need less ({str(error).split('. ')[0]})"
+            f"{subject.name}: out of memory: lower sequences={config.sequences} or prompts={config.prompts}"
+            f" ({str(error).split('. ')[0]})"
         ) from error
     finally:
         torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""A checkpoint that is measured: its weights, the text that it reads, and the scores that `evaluate` left of it."""
+"""A checkpoint to measure: its weights, the text that it reads, and its scores from `evaluate`."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,8 +16,8 @@ from sparsellm.runs.locate import Checkpoint, CheckpointNotFound, unreadable
 from sparsellm.system.errors import SparsellmError
 from sparsellm.system.files import read_json
 
-LONGEST = 2_048  # tokens of a sequence of a model without a run; its context, if that is shorter
-LEAST = 8  # tokens of a sequence
+LONGEST = 2_048  # longest sequence for a model without a run, if its context allows it
+LEAST = 8  # tokens in a sequence
 
 
 class BenchmarkError(SparsellmError, RuntimeError):
@@ -31,15 +31,15 @@ class Subject:
     config: ModelConfig
     activation: Activation
     weights: dict[str, Tensor]  # float32, on the CPU, by the decoder's names
-    blocks: Tensor  # int64 [S, T]: what it reads
-    scores: dict[str, Any] | None  # that `evaluate` left of these weights, if it did
+    blocks: Tensor  # int64 [S, T]: the text
+    scores: dict[str, Any] | None  # from `evaluate`; None if these weights were not evaluated
 
     @classmethod
     def open(cls, checkpoint: Checkpoint, config: BenchmarkConfig, length: int | None = None) -> "Subject":
-        """`length`: tokens of a sequence of text=FILE, instead of the run's. Raises BenchmarkError."""
+        """`length`: sequence length for text=FILE, instead of the run's. Raises BenchmarkError."""
         from transformers.utils import logging
 
-        logging.disable_progress_bar()  # of a load of seconds
+        logging.disable_progress_bar()  # loading takes seconds
         try:
             with hub.offline(checkpoint.folder is not None or not hub.answers(checkpoint.wanted)):
                 identity = checkpoint.identity()
@@ -47,7 +47,7 @@ class Subject:
                 blocks = _blocks(checkpoint, model, config, length)
         except (CheckpointNotFound, AnalysisError, ConfigError) as error:
             raise BenchmarkError(str(error)) from error
-        except (OSError, ValueError) as error:  # a damaged file, another model than ours, a hub without a network
+        except (OSError, ValueError) as error:  # a damaged file, an unsupported architecture, or an unreachable hub
             raise BenchmarkError(unreadable(checkpoint, error)) from error
         if blocks.shape[1] < LEAST:
             raise BenchmarkError(
@@ -55,26 +55,27 @@ class Subject:
             )
         return cls(checkpoint, identity, model, activation, weights, blocks, _scores(checkpoint, identity))
 
-    def beside(self, other: "Subject") -> "Subject":
-        """This one, reading no more sequences than `other`. Raises BenchmarkError for sequences of another length."""
+    def limited_to(self, other: "Subject") -> "Subject":
+        """This subject, reading at most as many sequences as `other`. Raises BenchmarkError if their sequence lengths
+        differ."""
         own, others = self.blocks.shape[1], other.blocks.shape[1]
         if own != others:
             raise BenchmarkError(
-                f"{self.name} reads sequences of {own:,} tokens, and {other.name} of {others:,}: what is compared"
-                " should read alike, so give both a text=FILE"
+                f"{self.name} reads sequences of {own:,} tokens, and {other.name} of {others:,}: they should be equal"
+                " for a comparison; give both the same text=FILE"
             )
         return replace(self, blocks=self.blocks[: len(other.blocks)])
 
     @property
     def name(self) -> str:
-        """Of a run's checkpoint the run's, of another folder its last two parts, else the hub's."""
+        """ "RUN, step N" for a run's checkpoint, the last two parts of any other folder, or the hub name."""
         run, step, folder = self.checkpoint.run, self.checkpoint.step, self.checkpoint.folder
         if run is not None:
             return f"{run.resolve().name}, step {step:,}"
         return str(self.checkpoint) if folder is None else "/".join(folder.resolve().parts[-2:])
 
     def described(self) -> dict[str, Any]:
-        """For JSON."""
+        """The subject's description, for JSON."""
         return {
             "name": self.name,
             "checkpoint": str(self.checkpoint),
@@ -106,13 +107,13 @@ def _scores(checkpoint: Checkpoint, identity: str) -> dict[str, Any] | None:
 
 def _blocks(checkpoint: Checkpoint, model: ModelConfig, config: BenchmarkConfig, length: int | None) -> Tensor:
     """int64 [S, T]. Raises AnalysisError."""
-    from sparsellm.analysis import text  # `datasets` takes long to import, and a refusal need not wait for it
+    from sparsellm.analysis import text  # `datasets` is slow to import, too slow for a refusal
     from sparsellm.data import Request
 
     run = None if checkpoint.run is None else load(checkpoint.run / CONFIG)
     if config.text is None:
         assert checkpoint.run is not None
-        assert run is not None  # `mistakes` has asked for a text otherwise
+        assert run is not None  # `mistakes` requires text=FILE otherwise
         return text.of_run(checkpoint, checkpoint.run, Request.of(run), config.sequences)
     tokenizer = pretrained.read_tokenizer(checkpoint.model, model.vocab_size)
     length = length or (run.training.sequence_length if run else min(LONGEST, model.context_length))
@@ -120,5 +121,5 @@ def _blocks(checkpoint: Checkpoint, model: ModelConfig, config: BenchmarkConfig,
 
 
 def dtype_on(device: torch.device) -> torch.dtype:
-    """Of matrix products and activations."""
+    """The dtype of matrix products and activations."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -14,7 +14,7 @@ from sparsellm.config import AnalyzeConfig, entry_point
 @entry_point("analyze", lambda config, _typed: mistakes(config))
 def main(config: AnalyzeConfig) -> int:
     results, folder = analyze_checkpoint(config)
-    print(f"{report.table(results)}\n\n{folder / report.ANALYSIS_JSON}; tables (.csv) and figures (.png) are beside it")
+    print(f"{report.table(results)}\n\n{folder / report.ANALYSIS_JSON}; with tables (.csv) and figures (.png)")
     if config.recordings is not None:
-        print(f"{Path(config.recordings, recordings.FIRING)}, for the benchmarks: --activations {config.recordings}")
+        print(f"{Path(config.recordings, recordings.FIRING)}(for benchmarks: --activations {config.recordings})")
     return 0

@@ -13,5 +13,5 @@ from sparsellm.config import BenchmarkConfig, entry_point
 @entry_point("benchmark", lambda config, _typed: mistakes(config))
 def main(config: BenchmarkConfig) -> int:
     results, folder = benchmark(config)
-    print(f"{report.text(results)}\n\n{folder / report.BENCHMARK_JSON}; the same as .md and .png is beside it")
+    print(f"{report.text(results)}\n\n{folder / report.BENCHMARK_JSON}; also as .md and .png")
     return 0

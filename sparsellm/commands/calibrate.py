@@ -25,13 +25,13 @@ def main(config: CalibrateConfig) -> int:
     try:
         backend.load(config.kernels.name)
     except backend.KernelsUnavailable as error:
-        warn(f"nothing can be measured here: {error}")
+        warn(f"calibration is not possible here: {error}")
         return 1
     sizes, device, kernels = None, torch.device("cuda", torch.cuda.current_device()), backend.loaded() or "cuda"
     print(f"{torch.cuda.get_device_name()}, {backend.NAMES[kernels]}, torch {torch.__version__}")
     with store.measuring() as free:
         if not free:
-            warn("another process is still measuring this GPU model: try again when it has ended")
+            warn("another process is measuring this GPU model: try again when it has finished")
             return 1
         for width, neurons in layers:
             try:
@@ -44,17 +44,17 @@ def main(config: CalibrateConfig) -> int:
                     costs, times = measure.measure(kernels, layer, advance=advance)
                 path = store.keep(costs, sizes)
             except (torch.OutOfMemoryError, OSError) as error:
-                warn(f"K {width:,}, N {neurons:,} is not measured: {' '.join(str(error).split())}")
+                warn(f"K {width:,}, N {neurons:,} was not measured: {' '.join(str(error).split())}")
                 return 1
             print(f"\nK {width:,}, N {neurons:,}: {report.text(report.choices(costs, times))}", flush=True)
     if sizes is not None:
         print(f"block sizes: {sizes}")
-    print(f"kept in {path}")
+    print(f"saved in {path}")
     return 0
 
 
 def layer_of(name: str) -> tuple[int, int]:
-    """(K, N) of a model of the group `model`, or of a text as 2048x5632. Raises ConfigError."""
+    """(K, N) of a choice of the group `model`, or of a text like 2048x5632. Raises ConfigError."""
     if "x" in name and name.replace("x", "", 1).isdigit():
         width, neurons = (int(size) for size in name.split("x"))
     else:
@@ -63,6 +63,6 @@ def layer_of(name: str) -> tuple[int, int]:
     for size in (width, neurons):
         if size % MULTIPLE or size > MAX_COLUMNS:
             raise ConfigError(
-                [f"model={name} has a size of {size}: K and N must be multiples of {MULTIPLE} up to {MAX_COLUMNS}"]
+                [f"model={name} has a dimension of {size}: K and N must be multiples of {MULTIPLE} up to {MAX_COLUMNS}"]
             )
     return width, neurons

@@ -24,21 +24,21 @@ from sparsellm.system.garbage_collection import without_garbage_collection
 
 @entry_point("evaluate", lambda config, _typed: agreed(mistakes(config)))
 def main(config: EvaluateConfig) -> int:
-    # Takes a second, that a refused evaluation need not wait.
+    # Slow to import, too slow for a refusal.
     from sparsellm.evaluation.checkpoint import evaluate_checkpoint
 
     try:
-        # Requests and samples are millions of objects that stay: to look through them takes a quarter of the time.
+        # Requests and samples are millions of permanent objects: collecting garbage takes a quarter of the time.
         with without_garbage_collection():
             found = evaluate_checkpoint(config, record, partial(show, config.tasks or list(tasks.TASKS)))
     except MainRankFailed:
-        return 1  # the main rank says why
+        return 1  # the main rank reports why
     except KeyboardInterrupt:
-        print("\nsparsellm: stopped; the same command goes on after the tasks that are finished", file=sys.stderr)
+        print("\nsparsellm: stopped; run the same command to continue with the unfinished tasks", file=sys.stderr)
         return 128 + signal.SIGINT
     except BrokenPipeError:
-        raise  # of standard output, as in `| head`: cli.py says so
-    except OSError as error:  # of a full disk, mostly
+        raise  # of standard output, as with `| head`: cli.py handles it
+    except OSError as error:  # mostly a full disk
         warn(str(error))
         return 1
     return 1 if found["failed"] else 0
@@ -46,12 +46,12 @@ def main(config: EvaluateConfig) -> int:
 
 def show(asked: list[str], found: dict[str, Any]) -> None:
     written = Path(found["output_dir"], results.RESULTS)
-    where = written if results.has_scores(found) else f"nothing has a score, so there is no {written}"
+    where = written if results.has_scores(found) else f"there are no scores, so {written} was not written"
     print(f"{results.table(found, asked)}\n\n{where}", flush=True)
 
 
 def record(found: dict[str, Any]) -> None:
-    """Add the scores to the Weights & Biases record of their run, if it keeps one and is not going on."""
+    """Add the scores to the Weights & Biases record of the run, if it has one and is not active."""
     run = locate(found["checkpoint"]).run
     if run is None:
         return
@@ -65,4 +65,4 @@ def record(found: dict[str, Any]) -> None:
                 upload = sync_command(run)
                 print(f"Weights & Biases: {wandb.place}{f'; to upload: {upload}' if upload else ''}", file=sys.stderr)
     except (run_folder.RunFolderError, ConfigError, OSError) as error:
-        print(f"Weights & Biases is skipped: {error}", file=sys.stderr)
+        print(f"Weights & Biases skipped: {error}", file=sys.stderr)

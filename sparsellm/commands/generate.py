@@ -16,12 +16,12 @@ from sparsellm.hf import hub
 from sparsellm.runs.locate import Checkpoint, CheckpointNotFound, locate, not_found, unreadable
 from sparsellm.system.console import warn
 
-if TYPE_CHECKING:  # these take seconds to import, that a refused command need not wait
+if TYPE_CHECKING:  # these take seconds to import, too slow for a refusal
     import torch
 
     from sparsellm.inference.generation import Generator, Sampling
 
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a character is decoded to, of which some tokens are still to come
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # decoded from a character whose tokens are incomplete
 
 
 @entry_point("generate", lambda config, _typed: generate_mistakes(config) + not_found(config.checkpoint))
@@ -36,13 +36,13 @@ def main(config: GenerateConfig) -> int:
     checkpoint = locate(config.checkpoint)
     try:
         prompts: list[str] = _lines() if config.prompt is None else [config.prompt]
-        "".join(prompts).encode()  # raises where Python has let in bytes of no text, as surrogates
+        "".join(prompts).encode()  # raises if the text contains invalid bytes (surrogates)
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
-        where = "the standard input" if config.prompt is None else "prompt"
-        warn(f"{where} is no text in UTF-8 ({error.reason}): it should be converted, as by iconv")
+        where = "standard input" if config.prompt is None else "prompt"
+        warn(f"{where} is not UTF-8 ({error.reason}): convert it, for example with iconv")
         return 2
     if not prompts:
-        warn("the standard input has no line with a prompt: give some, or prompt=TEXT")
+        warn("standard input contains no prompt: give one per line, or use prompt=TEXT")
         return 2
     dtype = None if config.dtype == Dtype.auto else getattr(torch, config.dtype.name)
     try:
@@ -63,11 +63,11 @@ def main(config: GenerateConfig) -> int:
 
 
 def _lines() -> list[str]:
-    """The lines of the standard input that are not empty; none where it is closed."""
+    """The non-empty lines of standard input; [] if it is closed."""
     if sys.stdin is None:
         return []
     if sys.stdin.isatty():
-        warn("prompts are read from here, one a line, until the end of the input (Ctrl-D)")
+        warn("reading prompts from standard input, one per line, until Ctrl-D")
     return [line for line in map(str.strip, sys.stdin) if line]
 
 
@@ -89,7 +89,7 @@ def _load(checkpoint: Checkpoint, device: str, dtype: "torch.dtype | None", kern
 
 
 def _write_one(generator: "Generator", prompts: list[str], new_tokens: int, sampling: "Sampling", seed: int) -> None:
-    """The prompt, and its continuation as it comes."""
+    """Write the prompt and stream its continuation."""
     prompt, ids = generator.tokenizer(prompts[0]).input_ids, list[int]()
     shown, start = 0, time.perf_counter()  # characters
     stream = generator.stream([prompt], new_tokens, sampling, seed)
@@ -100,13 +100,13 @@ def _write_one(generator: "Generator", prompts: list[str], new_tokens: int, samp
         ids.append(token)
         text = generator.continuation(prompt, ids).rstrip(UNFINISHED)
         print(text[shown:], end="", flush=True)
-        shown = max(shown, len(text))  # of tokens of single bytes, a text may be shorter until its last one is there
+        shown = max(shown, len(text))  # with byte tokens, the text may get shorter until the last byte arrives
     print(generator.continuation(prompt, ids)[shown:], flush=True)
     seconds = time.perf_counter() - start
     print(f"sparsellm: {len(ids)} tokens in {seconds:.2f} s, {len(ids) / seconds:,.0f} tokens/s", file=sys.stderr)
 
 
 def _write_all(generator: "Generator", prompts: list[str], new_tokens: int, sampling: "Sampling", seed: int) -> None:
-    """A line of JSON for each prompt, once all are done."""
+    """Write a line of JSON per prompt, once all are done."""
     for prompt, text in zip(prompts, generator.text(prompts, new_tokens, sampling, seed), strict=True):
         print(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False), flush=True)

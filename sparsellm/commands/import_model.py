@@ -21,8 +21,8 @@ def _mistakes(config: ImportConfig, _typed: list[str]) -> list[str]:
     found = import_mistakes(config) + not_found(config.checkpoint)
     if not found and (partial := _partial(Path(str(config.output_dir)).expanduser())).exists():
         found.append(
-            f"output_dir={config.output_dir}: {partial} is there, from an import that is under way or was killed: wait"
-            " for it, remove that folder, or give another output_dir"
+            f"output_dir={config.output_dir}: {partial} exists, from an import that is running or was killed: wait for"
+            " it, remove that folder, or give another output_dir"
         )
     return found
 
@@ -57,13 +57,13 @@ def main(config: ImportConfig) -> int:
 
 
 def _partial(output: Path) -> Path:
-    """Where the folder `output` is written, before it is renamed."""
+    """The temporary folder in which `output` is written before it is renamed."""
     return output.with_name(f"{output.name}.partial")
 
 
 def _write(model: Any, tokenizer: Any, source: Path, output: Path) -> None:
-    """The stock model, and the tokenizer of the folder `source`, in `output`, whole or not at all. Raises OSError, and
-    BrokenModel if another class than `tokenizer`'s would be chosen for the same files beside a stock config.json."""
+    """Write the stock model and the tokenizer of the folder `source` to `output`, atomically. Raises OSError, and
+    BrokenModel if transformers would choose another class than `tokenizer`'s with the stock config.json."""
     from sparsellm.hf import pretrained
 
     partial = _partial(output)
@@ -76,8 +76,8 @@ def _write(model: Any, tokenizer: Any, source: Path, output: Path) -> None:
         written = pretrained.read_tokenizer(partial, model.config.get_text_config().vocab_size)
         if type(written) is not type(tokenizer):
             raise pretrained.BrokenModel(
-                f"the tokenizer is a {type(tokenizer).__name__} beside the checkpoint, and would be a"
-                f" {type(written).__name__} beside the stock model: name its class in tokenizer_config.json"
+                f"the tokenizer is a {type(tokenizer).__name__} with the checkpoint, but would be a"
+                f" {type(written).__name__} with the stock model: set its class in tokenizer_config.json"
             )
         partial.rename(output)
     finally:

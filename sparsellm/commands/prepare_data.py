@@ -16,7 +16,7 @@ from sparsellm.training import warm_start
 
 
 def check(config: Config, typed: list[str]) -> list[str]:
-    """What keeps `config`, which is given the model of init_from, from being prepared."""
+    """Mistakes that keep `config` from being prepared. Sets the architecture from init_from."""
     found = warm_start.adopt(config, typed) or prepare_mistakes(config)
     found = found or preparation_mistakes(Request.of(config))
     return found or warm_start.tokenizer_mistakes(config.data.tokenizer, config.init_from, config.distill.teacher)
@@ -29,13 +29,13 @@ def main(config: Config) -> int:
     try:
         manifest = prepare(request)
     except KeyboardInterrupt:
-        print("\nsparsellm: stopped; the same command goes on from the tokens that are prepared", file=sys.stderr)
+        print("\nsparsellm: stopped; run the same command to continue from the prepared tokens", file=sys.stderr)
         return 128 + signal.SIGINT
     except ProcessesFailed:
         raise
     except DataError as error:
         raise ConfigError([str(error)]) from error
-    if found := mistakes(request, config.run):  # what training would refuse
+    if found := mistakes(request, config.run):  # mistakes that training would refuse
         raise ConfigError(found)
     print(_summary(manifest, request))
     return 0
@@ -49,7 +49,7 @@ def _amount(request: Request) -> str:
         return f"{limit:,} training tokens (data.max_tokens)"
     return (
         f"the {limit:,} training tokens that the experiment reads ({training.steps:,} steps x {training.batch_size:,}"
-        f" sequences x {training.sequence_length:,} tokens, and 1 to predict)"
+        f" sequences x {training.sequence_length:,} tokens, plus 1 to predict)"
     )
 
 
@@ -68,19 +68,19 @@ def _summary(manifest: Manifest, request: Request) -> str:
     if manifest.cut:
         share = f"data.validation_fraction={request.data.validation_fraction} of it, and at least one block"
         lines.append(
-            f"  the documents are too few to hold out whole ones: held out are the last {manifest.validation.tokens:,}"
-            f" tokens of the text ({share})"
+            f"  too few documents to hold out whole ones: the last {manifest.validation.tokens:,} tokens of the text"
+            f" are held out ({share})"
         )
     if manifest.empty_documents:
-        lines.append(f"  left out: {manifest.empty_documents:,} documents without text")
+        lines.append(f"  skipped: {manifest.empty_documents:,} documents without text")
     if manifest.bad_records:
-        lines.append(f"  passed over: {_number(manifest.bad_records, 'record')} that cannot be read")
+        lines.append(f"  skipped: {_number(manifest.bad_records, 'bad record')}")
     if manifest.empty_files:
-        lines.append(f"  passed over: {_number(manifest.empty_files, 'file')} without documents")
+        lines.append(f"  skipped: {_number(manifest.empty_files, 'file')} without documents")
     if manifest.unparsable_modules:
-        lines.append(f"  left out: {manifest.unparsable_modules:,} modules that cannot be parsed")
+        lines.append(f"  skipped: {manifest.unparsable_modules:,} modules that cannot be parsed")
     if (limit := request.token_limit) is not None and manifest.train.tokens < limit:
-        lines.append(f"  the source has no more: training on {limit:,} tokens will repeat it")
+        lines.append(f"  the source is exhausted: training on {limit:,} tokens will repeat it")
     return "\n".join(lines)
 
 

@@ -20,19 +20,21 @@ from sparsellm.system.console import warn
 from sparsellm.system.errors import SparsellmError
 
 CARD = "README.md"
-CARD_LINES = 14  # of the model card, that are shown
-NAMED = 6  # files at most that a message names
-HUBS_OWN = ".gitattributes"  # which the hub puts into every repository
+CARD_LINES = 14  # lines of the model card that are shown
+NAMED = 6  # most files listed in a message
+HUBS_OWN = ".gitattributes"  # in every hub repository
 
 
 class NotSent(SparsellmError):
-    """Nothing was sent, or not all of it. The message says why, and what to do."""
+    """The upload failed or is incomplete. The message says why, and what to do."""
 
 
 def _mistakes(config: PushConfig, _typed: list[str]) -> list[str]:
     found = push_mistakes(config) + (missing := not_found(config.checkpoint))
     if config.checkpoint and not missing and locate(config.checkpoint).folder is None:
-        found.append(f"checkpoint={config.checkpoint} is no folder here: give a run, a checkpoint or an {HF}/ folder")
+        found.append(
+            f"checkpoint={config.checkpoint} is not a local folder: give a run, a checkpoint or an {HF}/ folder"
+        )
     return found
 
 
@@ -43,7 +45,7 @@ def main(config: PushConfig) -> int:
     try:
         if not config.dry_run:
             _need_hub()
-        # A folder of links to what is sent, and of nothing else, is what the hub's library gets to see.
+        # The hub's library only sees a folder of links to the files to upload.
         with tempfile.TemporaryDirectory(prefix="sparsellm-push-") as name:
             folder = Path(name)
             (folder / CARD).write_text(_card(Path(checkpoint.model), config.license), encoding="utf-8")
@@ -51,40 +53,42 @@ def main(config: PushConfig) -> int:
                 (folder / path.name).symlink_to(path.resolve())
             print(_listing(config, checkpoint, folder))
             if config.dry_run:
-                print("dry_run=true: nothing was sent")
+                print("dry_run=true: nothing was uploaded")
             else:
                 print(f"sent: {_send(config, folder, _title(checkpoint))}")
     except (CheckpointNotFound, pretrained.BrokenModel, NotSent, OSError) as error:
-        warn(f"checkpoint={checkpoint} was not sent: {' '.join(str(error).split())}")
+        warn(f"checkpoint={checkpoint} was not uploaded: {' '.join(str(error).split())}")
         return 1
     return 0
 
 
 def _need_hub() -> None:
-    """Raises NotSent without a token or an answer of the hub: before gigabytes are read."""
+    """Raises NotSent if there is no token or the hub does not answer, before gigabytes are read."""
     from huggingface_hub import get_token
 
     if get_token() is None:
         raise NotSent(
-            "there is no token for the hub on this machine: make one that may write (https://huggingface.co/settings/"
-            "tokens), then `hf auth login`, or set HF_TOKEN; dry_run=true needs none"
+            "there is no hub token on this machine: create one with write access"
+            " (https://huggingface.co/settings/tokens), then run `hf auth login` or set HF_TOKEN; dry_run=true needs"
+            " none"
         )
     if (reason := hub.obstacle()) is not None:
         raise NotSent(
-            f"{reason}: push where there is a network, from a copy of the checkpoint's folder; dry_run=true needs none"
+            f"{reason}: push from a machine with a network, from a copy of the checkpoint's folder; dry_run=true"
+            f" needs none"
         )
 
 
 def _files(checkpoint: Checkpoint) -> list[Path]:
-    """What is sent beside the model card: all checked, none a symbolic link.
+    """The files to upload besides the model card: verified, without symbolic links.
 
     Raises NotSent, CheckpointNotFound (checksums), BrokenModel (transformers cannot use it).
     """
     folder = Path(checkpoint.model)
     if links := sorted(path.name for path in folder.iterdir() if path.is_symlink()):
         raise NotSent(
-            f"{_named(links)} in {folder}: symbolic links, which are not followed; push a copy without them, as"
-            " `cp -rL` makes one"
+            f"{_named(links)} in {folder}: symbolic links, which are not followed; push a copy without links, made"
+            " with `cp -rL`"
         )
     if checkpoint.has_checksums:
         checkpoint.identity()
@@ -93,8 +97,8 @@ def _files(checkpoint: Checkpoint) -> list[Path]:
     with hub.offline(True):
         if pretrained.is_foreign(folder):
             raise NotSent(
-                "transformers does not load it by itself: `sparsellm import_model` makes a stock model of it, to which"
-                f" a {CARD} can be added"
+                "transformers alone cannot load it: convert it with `sparsellm import_model`, and add"
+                f" a {CARD} to the result"
             )
         config = pretrained.read_config(folder)
         weights = pretrained.verify_files(folder, config)
@@ -106,20 +110,20 @@ def _files(checkpoint: Checkpoint) -> list[Path]:
 
 
 def _card(folder: Path, licence: str | None) -> str:
-    """The model card as it is sent, with a licence. Raises NotSent."""
+    """The model card to upload, with a licence. Raises NotSent."""
     path = folder / CARD
     if not path.is_file():
-        raise NotSent(f"{path} is not there: write a model card, in a copy of the folder, and push that one")
+        raise NotSent(f"{path} is missing: write a model card in a copy of the folder, and push the copy")
     try:
         text = path.read_text(encoding="utf-8")
         own = card.licence(text)
         if licence is not None and own not in (None, licence):
-            raise NotSent(f"license={licence}, and {path} says {own}: leave license out, or change a copy of the card")
+            raise NotSent(f"license={licence}, but {path} says {own}: leave license out, or change a copy of the card")
         name = own or licence
         if name is None:
             raise NotSent(
-                f"{path} names no licence: give one with license=NAME, as apache-2.0"
-                " (https://huggingface.co/docs/hub/repositories-licenses), which data and tokenizer allow"
+                f"{path} names no licence: give one with license=NAME, such as apache-2.0"
+                " (https://huggingface.co/docs/hub/repositories-licenses)that data and tokenizer allow"
             )
         return card.licensed(text, name)
     except ValueError as error:
@@ -127,7 +131,7 @@ def _card(folder: Path, licence: str | None) -> str:
 
 
 def _listing(config: PushConfig, checkpoint: Checkpoint, folder: Path) -> str:
-    """Everything that is sent, which is what `folder` holds, and where to, for people."""
+    """A listing of the upload: the content of `folder`, and its destination."""
     from huggingface_hub import constants
 
     sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
@@ -139,13 +143,13 @@ def _listing(config: PushConfig, checkpoint: Checkpoint, folder: Path) -> str:
         f"  {f'{len(sizes)} files':<{names}}  {sum(sizes.values()):>15,} bytes",
     ]
     if stay := sorted(path.name for path in Path(checkpoint.model).iterdir() if path.name not in sizes):
-        lines.append(f"not sent: {', '.join(stay)}")
+        lines.append(f"not uploaded: {', '.join(stay)}")
     shown = (folder / CARD).read_text(encoding="utf-8").splitlines()[:CARD_LINES]
     return "\n".join([*lines, f"{CARD} begins:", *(f"  {line}".rstrip() for line in shown)])
 
 
 def _send(config: PushConfig, folder: Path, title: str) -> str:
-    """Send all of `folder`: the address of the commit. Raises NotSent."""
+    """Upload `folder` and return the URL of the commit. Raises NotSent."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HTTPError
 
@@ -157,21 +161,21 @@ def _send(config: PushConfig, folder: Path, title: str) -> str:
             delete_patterns="*" if replace else None, commit_message=title,
         )  # fmt: skip
         return sent.commit_url
-    except (HTTPError, OSError, RuntimeError, ValueError) as error:  # of the hub, the library, or its uploader
+    except (HTTPError, OSError, RuntimeError, ValueError) as error:  # from the hub, the library, or its uploader
         status = getattr(getattr(error, "response", None), "status_code", None)
-        remedy = "the same command tries again"
+        remedy = "run the same command to try again"
         if status in (401, 403):
             remedy = (
-                f"the token may not write to {config.repo}: make one that may, then `hf auth login` or set HF_TOKEN"
+                f"the token has no write access to {config.repo}: create one, then run `hf auth login` or set HF_TOKEN"
             )
         elif status == 412:
-            remedy = "the branch has changed meanwhile: the same command looks at it again"
-        raise NotSent(f"{type(error).__name__} of the hub ({error}); {remedy}") from error
+            remedy = "the branch has changed meanwhile: run the same command to check it again"
+        raise NotSent(f"{type(error).__name__} from the hub ({error}); {remedy}") from error
 
 
 def _branch(api: Any, config: PushConfig, folder: Path) -> tuple[str | None, bool]:
-    """Have the repository and its branch: the commit that the branch must still be at when it is written to, where it
-    was there before; and whether its files are to be removed. Raises NotSent."""
+    """Create the repository and branch if needed. Returns the commit that an existing branch must still have when
+    written to, and whether to remove its files. Raises NotSent."""
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
     repo = str(config.repo)
@@ -184,14 +188,12 @@ def _branch(api: Any, config: PushConfig, folder: Path) -> tuple[str | None, boo
         return None, False
     if anywhere.private != config.private:
         is_, asked = ("private", "true") if anywhere.private else ("public", "false")
-        raise NotSent(
-            f"repo={repo} exists and is {is_}: give private={asked} if it should stay so, or change it in its settings"
-        )
+        raise NotSent(f"repo={repo} exists and is {is_}: give private={asked} to keep that, or change its settings")
     try:
         found = api.model_info(repo, revision=config.revision, files_metadata=True)
     except RevisionNotFoundError:
         api.create_branch(repo, branch=config.revision)
-        return None, True  # it begins with the files of main, which are main's
+        return None, True  # a new branch starts with main's files
     others = sorted(
         each.rfilename
         for each in found.siblings
@@ -199,15 +201,15 @@ def _branch(api: Any, config: PushConfig, folder: Path) -> tuple[str | None, boo
     )
     if others and not config.overwrite:
         raise NotSent(
-            f"repo={repo} holds other files in its branch {config.revision}: {_named(others)}. Give another repo, a new"
-            " branch (revision=NAME), or overwrite=true, which replaces all that the branch holds by what is listed"
+            f"repo={repo} has other files in its branch {config.revision}: {_named(others)}. Give another repo, a new"
+            " branch (revision=NAME), or overwrite=true, which replaces everything in the branch by the files listed"
             " above; its history keeps the old files"
         )
     return found.sha, bool(others)
 
 
 def _same(theirs: Any, ours: Path) -> bool:
-    """Whether a file of the hub is there, and holds the same: by SHA-256 of large files, by git's SHA-1 of others."""
+    """Whether a file exists on the hub with the same content, by SHA-256 for large files and git's SHA-1 for others."""
     if not ours.is_file() or theirs.size != ours.stat().st_size:
         return False
     if theirs.lfs is None:
@@ -218,7 +220,7 @@ def _same(theirs: Any, ours: Path) -> bool:
 
 
 def _title(checkpoint: Checkpoint) -> str:
-    """Of the commit: the run's name and step; nothing of the folders of this machine."""
+    """The commit title: the run's name and step, without local folders."""
     run = "" if checkpoint.run is None else f" {checkpoint.run.resolve().name}, step {checkpoint.step:,}"
     return f"sparsellm push{run}"
 

@@ -44,13 +44,13 @@ def main(arguments: list[str], program: str) -> int:
     if sweep.options.mode == SweepMode.slurm:
         script = sweep.folder / "slurm.sh"
         write_whole(script, commands.slurm_script(sweep, arguments))
-        print(f"{script} does {len(sweep.points)} runs, each in a task of its own: sbatch {script}")
+        print(f"{script} does {len(sweep.points)} runs, one per task: sbatch {script}")
         return 0
     return run(sweep)
 
 
 def run(sweep: Sweep) -> int:
-    """Train and evaluate what is not done yet; write the table and the figure after each run."""
+    """Train and evaluate what is not done yet; update the table and the figure after each run."""
     count, failures, unwritten, text = len(sweep.points), [], None, ""
     waiting = list(range(count)) if sweep.options.point is None else [sweep.options.point]
     trained, several = sum(point.is_finished() for point in sweep.points), len(sweep.slots) > 1
@@ -72,7 +72,7 @@ def run(sweep: Sweep) -> int:
                     continue
                 except StopIteration as ended:
                     failure = ended.value
-                except OSError as error:  # of its log, on a full disk
+                except OSError as error:  # of the log, on a full disk
                     failure = f"{error}; see {sweep.log(point)}"
                 del working[slot]
                 if failure:
@@ -91,7 +91,7 @@ def run(sweep: Sweep) -> int:
         if progress is not None:
             progress.close()
         if launcher.signal is not None:
-            print(f"{sweep.name}: stopped; the same command goes on", flush=True)
+            print(f"{sweep.name}: stopped; run the same command to continue", flush=True)
             return 128 + launcher.signal
     print(f"\n{text}")
     for failure in [*failures, *([] if unwritten is None else [unwritten])]:
@@ -104,7 +104,7 @@ def title(sweep: Sweep, number: int) -> str:
 
 
 def do(sweep: Sweep, point: Point, launcher: Launcher, environment: dict[str, str]) -> Work[str | None]:
-    """Train and evaluate one point as far as that is left to do: what failed, or None, also if a signal came."""
+    """Train and evaluate one point if not done yet. Returns what failed; None otherwise, also after a signal."""
     log = sweep.log(point)
     if point.is_finished():
         run_folder.tidy(point.folder)
@@ -114,7 +114,7 @@ def do(sweep: Sweep, point: Point, launcher: Launcher, environment: dict[str, st
         steps = [] if point.is_finished() else [("training", commands.train(sweep, point))]
         if sweep.options.evaluate and not sweep.is_evaluated(point):
             steps.append(("evaluation", commands.evaluate(sweep, point)))
-        # The file's place is known once there is a checkpoint.
+        # The file's path is known once there is a checkpoint.
         if sweep.options.benchmark and not (point.is_finished() and sweep.benchmark(point).exists()):
             steps.append(("benchmark", commands.benchmark(point)))
         for step, command in steps:

@@ -33,12 +33,12 @@ def device_type(runtime: RuntimeConfig) -> str:
 
 
 def set_determinism(deterministic: bool) -> None:
-    """Before the first CUDA call: deterministic algorithms everywhere, or torch's faster defaults."""
+    """Set deterministic algorithms everywhere, or torch's faster defaults, before the first CUDA call."""
     if deterministic:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.use_deterministic_algorithms(True)
-        deterministic_module: Any = torch.utils.deterministic  # whose properties torch adds as it is imported
-        deterministic_module.fill_uninitialized_memory = False  # a debugging aid, not needed for equal bits
+        deterministic_module: Any = torch.utils.deterministic  # torch adds its properties on import
+        deterministic_module.fill_uninitialized_memory = False  # a debugging aid, not needed for reproducibility
 
 
 def check(config: Config, typed: Sequence[str] = ()) -> list[str]:
@@ -64,7 +64,7 @@ def check(config: Config, typed: Sequence[str] = ()) -> list[str]:
 
 
 def _of_rank(error: Exception) -> str:
-    """What ends this process, and which of several ranks it is."""
+    """The error message, with the rank if there are several."""
     return f"rank {os.environ['RANK']}: {error}" if world_size_from_environment() > 1 else str(error)
 
 
@@ -82,7 +82,7 @@ def main(config: Config) -> int:
             run_folder.tidy(config.run.folder)
             print(f"{config.run.name} is complete.\n" + report.finish(config, config.run.folder))
         return 0
-    # They take a second, that a refused run need not wait.
+    # Slow to import, too slow for a refusal.
     from sparsellm.training.loop import Trainer
     from sparsellm.training.micro_batch import OutOfMemory
 
@@ -90,7 +90,7 @@ def main(config: Config) -> int:
     try:
         with process_group(device_type(config.runtime)) as ranks:
             try:
-                # Before the folder: what is refused leaves nothing behind.
+                # Before the folder is created, so that a refusal leaves nothing behind.
                 evaluation = live.load(
                     config.evaluation, config.model, config.sparsity.activation, config.runtime, ranks
                 )
@@ -103,19 +103,19 @@ def main(config: Config) -> int:
                 with run_folder.open_folder(config, ranks) as (config, folder):
                     return Trainer(config, ranks, opened, folder, evaluation).fit()
             except MainRankFailed:
-                return 1  # the main rank says why
+                return 1  # the main rank reports why
             except (OutOfMemory, live.GatherFailed) as error:
                 warn(_of_rank(error))
                 if ranks.world_size > 1:
                     leave(error)
-                    os._exit(1)  # the others may wait inside a collective, and leaving the group might wait for them
+                    os._exit(1)  # others may wait in a collective, and leaving the group might wait for them
                 return 1
             except (ConfigError, data.DataError, run_folder.RunFolderError):
                 raise  # of this rank, perhaps alone
-            except SparsellmError as error:  # on all ranks alike: each leaves in order
+            except SparsellmError as error:  # raised on all ranks: each leaves normally
                 if ranks.is_main:
                     warn(str(error))
                 return 1
-    except (data.DataError, run_folder.RunFolderError, OSError) as error:  # OSError: of a full disk, mostly
+    except (data.DataError, run_folder.RunFolderError, OSError) as error:  # OSError: mostly a full disk
         warn(_of_rank(error))
         return 1

@@ -1,4 +1,4 @@
-"""A function of one configuration as a command line.
+"""Makes a function of one configuration a command.
 
 @entry_point("train", check)
 def main(config: Config) -> int: ...
@@ -17,7 +17,7 @@ from sparsellm.config.schema import EvaluateConfig
 from sparsellm.system.console import is_main_rank, warn
 from sparsellm.system.errors import SparsellmError
 
-CFG = "--cfg"  # as in Hydra: --cfg job prints the composed configuration
+CFG = "--cfg"  # like Hydra's: --cfg job prints the composed configuration
 
 
 def entry_point(
@@ -27,13 +27,12 @@ def entry_point(
 ) -> Callable[[Callable[[AnyConfig], int]], Callable[[list[str], str], int]]:
     """Make `main(config)` the command `name`: compose its configuration, check it, call `main`.
 
-    `check` lists everything wrong with a configuration, given the overrides that were typed, too; None: what the rules
-    of the command's values say. Those rules alone are applied where something that was typed is refused, because nobody
-    knows what it would have changed elsewhere. `adopt` gives a configuration, in place, the values that come from files
-    which it names; it is called before the rules, and `check` calls it by itself.
+    `check(config, typed overrides)` lists every mistake; None: only the rules of the command's values are checked.
+    These rules alone apply if a typed override is refused, because its effect on the rest is unknown. `adopt` sets
+    values in place from files that the configuration names; it runs before the rules, and `check` calls it itself.
 
-    The exit code: what `main` returns, 2 for a refused configuration, with every mistake listed, or 1 for any other
-    error of this package.
+    Exit code: the result of `main`, 2 for a refused configuration (with every mistake listed), or 1 for any other error
+    of this package.
     """
     record = COMMANDS[name]
     assert record.mistakes is not None
@@ -74,8 +73,8 @@ def entry_point(
 
 
 def refused(name: str, arguments: list[str]) -> bool:
-    """Whether the command `name` is refused because of what was typed, and say why: every mistake that shows without
-    torch, whose import takes seconds. The command itself looks at the rest, data, folders and devices, afterwards."""
+    """Whether the command `name` is refused because of its overrides; prints every mistake that can be found without
+    torch, which takes seconds to import. The command itself checks data, folders and devices later."""
     arguments = _without_cfg(arguments) if CFG in arguments else arguments
     record = COMMANDS[name]
     try:
@@ -85,7 +84,7 @@ def refused(name: str, arguments: list[str]) -> bool:
             found += [f"evaluate: {m}" for m in composition(request.evaluate, EvaluateConfig).mistakes]
         else:
             values, composed = record.mistakes, composition(arguments, record.schema)
-            # The model of init_from is not read yet: rules that look at its values would look at others.
+            # The model of init_from is not read yet, so rules on its values cannot be checked.
             whole = getattr(composed.config, "init_from", None) is None
             found = composed.mistakes + (looked_at(lambda: values(composed.config)) if whole else [])
         if found:
@@ -97,13 +96,15 @@ def refused(name: str, arguments: list[str]) -> bool:
 
 
 def looked_at(look: Callable[[], list[str]]) -> list[str]:
-    """The mistakes that `look()` finds; or that it may not look, as in a folder of somebody else."""
+    """The mistakes that `look()` finds, or the mistake that a path cannot be read for lack of permission."""
     try:
         return look()
     except OSError as error:
         if error.filename is None:
             raise
-        return [f"{error.filename} cannot be read ({error.strerror}): ask its owner for it, or give another path"]
+        return [
+            f"{error.filename} cannot be read ({error.strerror}): ask its owner for permission, or give another path"
+        ]
 
 
 def _without_cfg(arguments: list[str]) -> list[str]:
@@ -112,6 +113,6 @@ def _without_cfg(arguments: list[str]) -> list[str]:
 
 
 def _warn(text: str) -> None:
-    """On the main rank only: all ranks have the same command line, and so the same mistakes."""
+    """Print on the main rank only: all ranks have the same command line and the same mistakes."""
     if is_main_rank():
         warn(text)

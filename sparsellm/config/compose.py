@@ -1,9 +1,9 @@
-"""Configurations from command lines and from files.
+"""Composes configurations from command lines and reads them from files.
 
-`configs/` holds defaults lists, which Hydra composes, and the few values in which a choice differs from the schema's
-defaults. What a person types wins; from what counts least to what counts most:
+`configs/` holds defaults lists, which Hydra composes, and the values in which a choice differs from the schema's
+defaults. Typed values win; in ascending priority:
 
-    the schema's defaults, every group's choice, the experiment, the groups that are typed, the keys that are typed
+    schema defaults, choices of groups, experiment, typed groups, typed keys
 """
 
 import re
@@ -50,23 +50,23 @@ AnyConfig = TypeVar(
 )
 Flat = dict[str, Any]  # group.key -> plain value
 
-LARGEST, DEEPEST = 1_000_000, 16  # characters of a config.yaml, and how deep its values are nested
-SEAL = "# checksum xxh3_64 "  # begins a config.yaml
+LARGEST, DEEPEST = 1_000_000, 16  # limits of a config.yaml: characters, and nesting depth
+SEAL = "# checksum xxh3_64 "  # start of a config.yaml
 WARMUP = "optimizer.warmup_steps"
-WARMUP_SHARE = 10  # unless it is typed, the warm-up takes at most one step of so many
-NAME_PARTS = 40  # characters of a run's name that say what differs from the experiment
+WARMUP_SHARE = 10  # unless typed, the warm-up takes at most 1 / WARMUP_SHARE of the steps
+NAME_PARTS = 40  # characters of a run's name for the differences from the experiment
 
 ConfigStore.instance().store(name=f"{COMPOSITION}_schema", node=Config)
 
 
 @dataclass(frozen=True)
 class Composition(Generic[AnyConfig]):
-    """What a command line gives."""
+    """The result of composing a command line."""
 
-    config: AnyConfig  # composed without what was refused
-    mistakes: list[str]  # what was refused, each with its remedy
-    notes: list[str]  # values that are neither typed nor a default, and why
-    choices: dict[str, str | None]  # of every group; None for an experiment that was taken away
+    config: AnyConfig  # composed without refused overrides
+    mistakes: list[str]  # refused overrides, each with its remedy
+    notes: list[str]  # values that are neither typed nor defaults, and why
+    choices: dict[str, str | None]  # choice of every group; None if the experiment was removed
 
     @property
     def experiment(self) -> str | None:
@@ -82,7 +82,7 @@ def composition(overrides: list[str], schema: type[AnyConfig]) -> Composition[An
 
 
 def composition(overrides: list[str], schema: type[Any] = Config) -> Composition[Any]:
-    """Compose a `schema` from a command line of these overrides."""
+    """Compose `schema` from the overrides of a command line."""
     typed = parse(overrides, schema)
     if schema is not Config:
         return Composition(build(schema, typed.keys), typed.mistakes, [], {})
@@ -91,13 +91,13 @@ def composition(overrides: list[str], schema: type[Any] = Config) -> Composition
     config = build(Config, nested(values))
     if config.data.path is None:
         config.data.path = f"data/{config.data.name}"
-    # No shell expands the "~" of run.root=~/runs, so a folder would get that name, and who then removes it by `rm -r ~`
-    # removes the home folder.
-    config.data.path = expanduser(config.data.path)  # noqa: PTH111 (Path's raises for a user that there is not)
+    # Shells do not expand the "~" in run.root=~/runs. A folder named "~" would be dangerous: `rm -r ~` removes the home
+    # folder.
+    config.data.path = expanduser(config.data.path)  # noqa: PTH111 (Path's raises for unknown users)
     config.run.root = expanduser(config.run.root)  # noqa: PTH111
     data = config.data
     if data.tokenizer is None and "data.tokenizer" not in typed.keys and data.source != Source.stdlib_docs:
-        data.tokenizer = config.init_from  # tokens for a model are those of its tokenizer
+        data.tokenizer = config.init_from  # a model's tokens come from its tokenizer
     if config.run.name is None:
         values, marked = definition(config), fingerprint(config)
         config.run.name = _run_name(values, marked, typed, chosen.get(EXPERIMENT), capped=bool(notes))
@@ -113,7 +113,7 @@ def from_overrides(overrides: list[str], schema: type[AnyConfig]) -> AnyConfig: 
 
 
 def from_overrides(overrides: list[str], schema: type[Any] = Config) -> Any:
-    """The configuration of a command line of these overrides. Raises ConfigError with everything that is refused."""
+    """The configuration for the overrides of a command line. Raises ConfigError with every refused override."""
     composed = composition(overrides, schema)
     if composed.mistakes:
         raise ConfigError(composed.mistakes)
@@ -121,13 +121,13 @@ def from_overrides(overrides: list[str], schema: type[Any] = Config) -> Any:
 
 
 def _layers(typed: Typed) -> tuple[Flat, dict[str, str | None]]:
-    """The values of every layer, and the choice of every group."""
+    """The values of all layers combined, and the choice of every group."""
     values, chosen = _composed(tuple(typed.groups.items()))
     return values | _typed_values(typed), chosen
 
 
 def typed_values(overrides: list[str]) -> Flat:
-    """What a command line of these overrides sets itself, by choices of groups, the experiment aside, and by keys."""
+    """The values that a command line sets itself, by groups (except the experiment) and by keys."""
     return _typed_values(parse(overrides))
 
 
@@ -141,7 +141,7 @@ def _typed_values(typed: Typed) -> Flat:
 
 @lru_cache(maxsize=64)
 def _composed(groups: tuple[tuple[str, str | None], ...]) -> tuple[Flat, dict[str, str | None]]:
-    """What Hydra makes of the defaults lists with these choices, in which an experiment is above the other groups."""
+    """Hydra's composition of the defaults lists with these choices; an experiment overrides other groups."""
     overrides = [f"~{group}" if choice is None else f"{group}={choice}" for group, choice in groups]
     composed, chosen = _hydra(COMPOSITION, overrides)
     return flat(cast(Flat, OmegaConf.to_container(composed, resolve=True, enum_to_str=True))), chosen
@@ -149,7 +149,7 @@ def _composed(groups: tuple[tuple[str, str | None], ...]) -> tuple[Flat, dict[st
 
 @lru_cache(maxsize=64)
 def _choice(group: str, choice: str) -> Flat:
-    """The values that the file of a choice sets."""
+    """The values that a choice's file sets."""
     composed, _ = _hydra(f"{group}/{choice}", [])
     return flat(cast(Flat, OmegaConf.to_container(composed, resolve=True)))
 
@@ -162,19 +162,20 @@ def _hydra(name: str, overrides: list[str]) -> tuple[DictConfig, dict[str, str |
 
 
 def _cap_warmup(values: Flat) -> list[str]:
-    """Shorten a warm-up that is too long for a short run; and say so."""
+    """Shorten a warm-up that is too long for the run, with a note."""
     longest, before = max(0, values["training.steps"] // WARMUP_SHARE), values[WARMUP]
     if before <= longest:
         return []
     values[WARMUP] = longest
     return [
-        f"{WARMUP} is {longest} instead of {before}, a tenth of training.steps={values['training.steps']}:"
-        f" {WARMUP}=N gives another one"
+        f"{WARMUP} is {longest} instead of {before}, a tenth of training.steps={values['training.steps']}; set another"
+        f" one with {WARMUP}=N"
     ]
 
 
 def _run_name(values: Flat, fingerprint: str, typed: Typed, experiment: str | None, capped: bool) -> str:
-    """EXPERIMENT-relu-steps_800-3f2a91c0: what differs from the experiment, and the fingerprint of all that counts."""
+    """EXPERIMENT-relu-steps_800-3f2a91c0: differences from the experiment, and the fingerprint of all values that
+    define the run."""
     alone, with_groups = (
         definition(build(Config, nested(_layers(Typed(groups))[0])))
         for groups in ({EXPERIMENT: experiment}, typed.groups)
@@ -212,7 +213,7 @@ def _joined(experiment: str | None, groups: list[str], keys: list[tuple[str, Any
 
 
 def save(config: Config, path: Path) -> None:
-    """Write `config` as YAML to `path`, whole or not at all, with a checksum in its first line."""
+    """Write `config` as YAML to `path` atomically, with a checksum in its first line."""
     text = as_yaml(config)
     write_whole(path, _seal(text) + text)
 
@@ -226,15 +227,16 @@ def as_yaml(config: AnyConfig) -> str:
 
 
 def _bomb(text: str) -> str | None:
-    """What `save` never writes, and what takes any time or memory to read: aliases of aliases, brackets in brackets."""
+    """Why `text` is refused before parsing: aliases or deep nesting, which `save` never writes and which can take
+    unlimited time or memory."""
     depth = 0
     for token in yaml.scan(text, yaml.SafeLoader):
         if isinstance(token, yaml.AliasToken):
-            return "it has aliases (*NAME), which no saved configuration has"
+            return "it has aliases (*NAME), which saved configurations never have"
         kind = type(token).__name__
         depth += kind.endswith("StartToken") - kind.endswith("EndToken")
         if depth > DEEPEST:
-            return f"its values are nested more than {DEEPEST} deep"
+            return f"its values are nested more than {DEEPEST} levels deep"
     return None
 
 
@@ -242,9 +244,7 @@ def load(path: Path) -> Config:
     """The configuration that `save` wrote, also without the line of its checksum. Raises ConfigError."""
 
     def refuse(why: str) -> NoReturn:
-        raise ConfigError(
-            [f"{path} is damaged ({why}): bring it back from a copy, or remove it to do without"]
-        ) from None
+        raise ConfigError([f"{path} is damaged ({why}): restore it from a copy, or remove it"]) from None
 
     try:
         text = regular.content(path).decode()
@@ -254,22 +254,22 @@ def load(path: Path) -> Config:
         raise ConfigError([f"{path} cannot be read: {error.strerror}"]) from error
     first, _, rest = text.partition("\n")
     if SEAL in text and f"{first}\n" != _seal(rest):
-        refuse("its first line is the checksum of something else; remove that line if the change is meant")
+        refuse("its checksum does not match; remove the first line if the change is intended")
     if len(text) > LARGEST:
-        refuse(f"it has {len(text):,} characters, and a configuration at most {LARGEST:,}")
+        refuse(f"it has {len(text):,} characters: a configuration has at most {LARGEST:,}")
     try:
         if (why := _bomb(text)) is not None:
             refuse(why)
         values = OmegaConf.to_container(OmegaConf.create(text))
     except ConfigError:
         raise
-    except Exception as error:  # of YAML, of OmegaConf, and what they raise at odd content without a name of its own
-        refuse(f"it is no YAML: {' '.join(str(error).split())[:200]}")
+    except Exception as error:  # YAML and OmegaConf raise many kinds for odd content
+        refuse(f"it is not YAML: {' '.join(str(error).split())[:200]}")
     if not isinstance(values, dict) or not values:
-        refuse("it holds no keys")
+        refuse("it contains no keys")
     try:
         return from_dict(cast(dict[str, Any], values))
     except ConfigError as error:
         raise ConfigError([f"{path} is not a configuration of this version: {'; '.join(error.mistakes)}"]) from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        refuse(f"a value cannot be what it is: {error}")
+        refuse(f"a value is invalid: {error}")

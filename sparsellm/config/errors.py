@@ -1,4 +1,4 @@
-"""What this package raises."""
+"""The exception of this package."""
 
 from sparsellm.system.errors import SparsellmError
 

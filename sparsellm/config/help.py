@@ -15,11 +15,11 @@ from sparsellm.config.schema import Config
 from sparsellm.config.values import to_dict
 
 WIDTH = 118
-LEFT_OUT = {"evaluate.checkpoint", "evaluate.output_dir"}  # of a sweep: every run has its own
+LEFT_OUT = {"evaluate.checkpoint", "evaluate.output_dir"}  # in a sweep every run has its own
 
 
 def text(command: str, program: str) -> str:
-    """The help of `command`, which was started as `program`."""
+    """The help text of `command`, started as `program`."""
     keys = COMMANDS[command].keys
     lines = [f"usage: {program} {COMMANDS[command].usage}", "", *description(command).splitlines(), ""]
     composed = [taken for taken in keys if taken.schema is Config]

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
-MEANING, BOUNDS = "meaning", "bounds"  # of a key, in its field's metadata
+MEANING, BOUNDS = "meaning", "bounds"  # keys of a field's metadata
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """The values that a number may have. null and, where a key is a number or a word, `auto` are always allowed."""
+    """Bounds of a number. null and `auto` are always allowed where the key's type has them."""
 
     minimum: float | None = None
     above: float | None = None
@@ -19,7 +19,7 @@ class Bounds:
     multiple_of: int | None = None
 
     def mistake(self, value: Any) -> str | None:
-        """What `value` must be and is not."""
+        """What `value` must be, if it is not; None if it is valid."""
         if value is None or value == "auto":
             return None
         wanted = [
@@ -48,7 +48,7 @@ def key(default: Any, meaning: str, **bounds: float) -> Any:
 
 
 def bound_mistakes(config: Any, prefix: str = "") -> Iterator[str]:
-    """Each value of a configuration, or of a group of it, that is outside the bounds of its key."""
+    """A message for each value of a configuration, or of one group, that is outside its key's bounds."""
     for each in fields(config):
         name, value = f"{prefix}{each.name}", getattr(config, each.name)
         if is_dataclass(value):

@@ -14,7 +14,7 @@ def _head_mistakes(model: ModelConfig) -> list[str]:
     found = []
     if model.head_dim is None and model.hidden_size % (2 * model.num_heads):
         found.append(
-            f"model.hidden_size {model.hidden_size} does not divide into {model.num_heads} heads of even width:"
+            f"model.hidden_size {model.hidden_size} cannot be divided into {model.num_heads} heads of even dimension:"
             " change model.num_heads"
         )
     if model.head_dim is not None and (model.head_dim < 2 or model.head_dim % 2):
@@ -42,7 +42,7 @@ def _stock_mistakes(model: ModelConfig) -> list[str]:
     if not model.gated and model.num_heads >= 1 and model.hidden_size % model.num_heads:
         found.append(
             f"model.num_heads is {model.num_heads} with model.gated=false: it must divide model.hidden_size"
-            f" {model.hidden_size}, as transformers demands of such a model"
+            f" {model.hidden_size}, because transformers requires it"
         )
     return found
 
@@ -51,14 +51,12 @@ def _rope_mistakes(model: ModelConfig) -> list[str]:
     rope, given, found = model.rope_parameters, model.rope_parameters.given(), []
     required, optional = ROPE_KEYS[rope.rope_type]
     for name in sorted(required - given.keys()):
-        found.append(
-            f"model.rope_parameters.{name} is null: model.rope_parameters.rope_type={rope.rope_type.name} needs it"
-        )
+        found.append(f"model.rope_parameters.{name} is null: rope_type={rope.rope_type.name} requires it")
     for name, value in given.items():
         if name not in required | optional:
             found.append(
-                f"model.rope_parameters.{name} is {value}: rope_type={rope.rope_type.name} has no such key, so set it"
-                " to null"
+                f"model.rope_parameters.{name} is {value}: rope_type={rope.rope_type.name} does not use it; set it to"
+                " null"
             )
         elif not isinstance(value, bool) and not 0 < value < math.inf:
             found.append(f"model.rope_parameters.{name} is {value}: it must be a positive number")

@@ -59,7 +59,7 @@ def parse(texts: list[str], schema: type = Config) -> Typed:
         name, equals, raw = text.partition("=")
         name = name.lstrip("+")  # Hydra's prefix for new keys; here all keys exist
         if name.startswith("~"):
-            typed.mistakes.append(f"{text}: a key cannot be taken away, only given another value")
+            typed.mistakes.append(f"{text}: a key cannot be removed, only set to another value")
         elif not equals:
             typed.mistakes.append(_without_value(name, schema))
         elif schema is Config and name in groups():
@@ -77,7 +77,7 @@ def _without_dashes(texts: list[str], mistakes: list[str], schema: type) -> list
         if not text.startswith("-"):
             kept.append(text)
         elif text in ("-m", "--multirun"):
-            mistakes.append(f"{text} runs all jobs in every rank: use the command `sweep`, or start a command for each")
+            mistakes.append(f"{text} is not supported: use the command `sweep`, or start one command per job")
         else:
             name, equals, value = text.lstrip("-").partition("=")
             if not equals:
@@ -85,7 +85,7 @@ def _without_dashes(texts: list[str], mistakes: list[str], schema: type) -> list
             name = name.replace("-", "_")
             known = name in flat_types(schema) or (schema is Config and name in groups())
             what = f"write {name}={value}" if known else unknown_key(name, schema)
-            mistakes.append(f"{text} is not an option, for keys have no dashes: {what}")
+            mistakes.append(f"{text} is not an option, because keys have no dashes: {what}")
     return kept
 
 
@@ -116,11 +116,11 @@ def _set(typed: Typed, name: str, raw: str, schema: type) -> None:
     if value == raw and list[str] in _options(kinds[name]) and (listed := _LIST.fullmatch(raw)):
         value = [text.strip("\"'") for text in _ITEM.findall(listed[1])]
     if isinstance(value, str) and "${" in value:
-        typed.mistakes.append(f"{name} is {raw}: a command line has no interpolations, so write the value")
+        typed.mistakes.append(f"{name} is {raw}: interpolations are not supported; write the value")
     elif value == "???":
         typed.mistakes.append(f"{name} has no value: give it one with {name}=...")
     elif isinstance(value, Override):
-        typed.mistakes.append(f"{name} is {raw}: it takes one value; a list of them is for the command `sweep`")
+        typed.mistakes.append(f"{name} is {raw}: it takes one value; only the command `sweep` takes lists of values")
     else:
         try:
             converted = convert(kinds[name], value, raw)
@@ -145,12 +145,10 @@ def _path_mistakes(path: str) -> list[str]:
     """Why `path` cannot be a path at all, so that looking it up would raise."""
     first, *_ = parts = path.split("/")
     if first.startswith("~") and os.path.expanduser(first) == first:  # noqa: PTH111 (Path's raises)
-        return [f"{path} has the home folder of a user that there is not, {first[1:]}: write the path without {first}"]
+        return [f"{path} refers to the home folder of an unknown user, {first[1:]}: write the path without {first}"]
     if longest := max((part for part in parts if len(os.fsencode(part)) > LONGEST_NAME), key=len, default=""):
         size = len(os.fsencode(longest))
-        return [
-            f"{path:.40}... has a name of {size} bytes, {longest:.20}...: a file's takes {LONGEST_NAME} at the most"
-        ]
+        return [f"{path:.40}... has a name of {size} bytes, {longest:.20}...: it should have at most {LONGEST_NAME}"]
     return []
 
 
@@ -207,8 +205,8 @@ def _wanted(kind: Any) -> str:
         return f"one of {', '.join(kind.__members__)}"
     if typing.get_origin(kind) is list:
         (inner,) = typing.get_args(kind)
-        wanted = {int: "a list of whole numbers, as [1,2]", str: "a list, as [a,b]"}
-        return wanted.get(inner, "a list of mappings, as [{a: b}]")
+        wanted = {int: "a list of whole numbers, like [1,2]", str: "a list, like [a,b]"}
+        return wanted.get(inner, "a list of mappings, like [{a: b}]")
     return {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}[kind]
 
 
@@ -252,7 +250,7 @@ def sweep_request(overrides: list[str]) -> SweepRequest:
             listed = override.is_discrete_sweep() and override.value_type != ValueType.GLOB_CHOICE_SWEEP
             single = group in ("sweep", "evaluate")
             if not listed or getattr(override.value(), "shuffle", False) or single:
-                wanted = "one value" if single else f"a list of values in order, as {key}=1,2"
+                wanted = "one value" if single else f"a list of values in order, like {key}=1,2"
                 found.append(f"{text}: {key} takes {wanted}")
                 continue
             texts = [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]

@@ -1,8 +1,7 @@
-"""The rules that the values of a run must keep, and those that all commands share; a broken one is a sentence, with its
-remedy.
+"""Validates the values of a run, with rules shared by all commands. Mistakes are messages with a remedy.
 
-torch takes seconds to import, so only what has to ask it does: a GPU that is demanded, the kernels, their shapes, the
-memory of a run whose values hold.
+torch takes seconds to import, so only rules that need it import it: a required GPU, the kernels, their shapes, and the
+memory of an otherwise valid run.
 """
 
 import math
@@ -36,11 +35,11 @@ from sparsellm.config.schema import (
     decay_start,
 )
 
-MAX_NAME = 200  # characters: file systems take 255 bytes, of which some are for what is put behind a name
+MAX_NAME = 200  # characters: file systems allow 255 bytes, and suffixes are appended to names
 
 
 def obstacles_to_kernels(runtime: RuntimeConfig, activation: Activation) -> list[str]:
-    """What in a configuration, on whatever machine, keeps training and validation off the kernels."""
+    """Why a configuration cannot train and validate on the kernels, on any machine."""
     return [
         obstacle
         for applies, obstacle in (
@@ -59,9 +58,9 @@ def takes_kernels(runtime: RuntimeConfig, activation: Activation, device_type: s
 
 
 def mistakes(config: Config, world_size: int | None = None) -> list[str]:
-    """Every rule that `config` breaks on `world_size` ranks (None: WORLD_SIZE), each with its remedy.
+    """Mistakes in `config` on `world_size` ranks (None: WORLD_SIZE), each with its remedy.
 
-    Looks at values and at the number of GPUs; sparsellm.data checks what `data.path` and `data.files` hold.
+    Checks values and the number of GPUs; sparsellm.data checks `data.path` and `data.files`.
     """
     ranks = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
     model, training, sparsity, runtime = config.model, config.training, config.sparsity, config.runtime
@@ -85,8 +84,8 @@ def _training_mistakes(training: TrainingConfig, context_length: int, world_size
     found, tokens = [], steps * training.tokens_per_step
     if length > context_length:
         found.append(
-            f"training.sequence_length {length} is longer than model.context_length {context_length}: shorten the one"
-            " or raise the other"
+            f"training.sequence_length {length} is longer than model.context_length {context_length}: shorten the"
+            " sequences or raise the context length"
         )
     if tokens >= 2**63:
         found.append(
@@ -95,8 +94,8 @@ def _training_mistakes(training: TrainingConfig, context_length: int, world_size
         )
     if batch % world_size:
         found.append(
-            f"training.batch_size {batch} does not divide over {world_size} ranks: change it, or the number of"
-            " processes"
+            f"training.batch_size {batch} is not divisible by the number of ranks, {world_size}: change it, or the"
+            " number of processes"
         )
     return found
 
@@ -109,12 +108,12 @@ def _optimizer_mistakes(optimizer: OptimizerConfig, steps: int) -> list[str]:
         if fraction == OptimizerConfig().decay_fraction:
             return []
         return [
-            f"optimizer.decay_fraction is {fraction} with optimizer.schedule={optimizer.schedule.name}, which decays"
-            " all the time: add optimizer.schedule=wsd, or leave it out"
+            f"optimizer.decay_fraction is {fraction} with optimizer.schedule={optimizer.schedule.name}, which always"
+            " decays: add optimizer.schedule=wsd, or leave it out"
         ]
     if steps >= 1 and 0 < fraction <= 1 and warmup > (start := decay_start(optimizer, steps)):
         return [
-            f"optimizer.warmup_steps {warmup} reaches into the decay of optimizer.schedule=wsd, which begins after step"
+            f"optimizer.warmup_steps {warmup} overlaps the decay of optimizer.schedule=wsd, which starts after step"
             f" {start} of {steps}: shorten the warm-up or optimizer.decay_fraction {fraction}, or train longer"
         ]
     return []
@@ -131,27 +130,28 @@ def _sparsity_mistakes(sparsity: SparsityConfig, gated: bool, training: Training
         )
     if activation == Activation.silu and not gated:
         found.append(
-            "sparsity.activation is silu with model.gated=false: it must be relu, the only one of models without a gate"
+            "sparsity.activation is silu with model.gated=false: it must be relu, the only activation of models"
+            " without a gate"
         )
     if (sparsity.l1_schedule == L1Schedule.constant) == (warmup != 0):
         found.append(
             f"sparsity.l1_warmup_tokens is {warmup} with sparsity.l1_schedule={sparsity.l1_schedule.name}: a linear or"
-            " cosine schedule needs its tokens, a constant one has 0"
+            " cosine schedule needs a positive number, a constant one 0"
         )
     if relu_tokens and not (activation == Activation.relu and gated):
         found.append(
-            f"sparsity.relu_tokens is {relu_tokens}, over which a gate goes from SiLU to ReLU, with"
+            f"sparsity.relu_tokens is {relu_tokens}, which anneals a gate from SiLU to ReLU, with"
             f" sparsity.activation={activation.name} and model.gated={str(gated).lower()}: set it to 0"
         )
     if 1 <= run_tokens < relu_tokens:
         found.append(
-            f"sparsity.relu_tokens {relu_tokens} exceeds the run's {run_tokens} tokens: the gate would never be a ReLU,"
-            " so lower it"
+            f"sparsity.relu_tokens {relu_tokens} exceeds the run's {run_tokens} tokens: the gate would never become a"
+            " ReLU; lower it"
         )
     if 1 <= run_tokens < start + max(1, warmup):
         found.append(
-            f"sparsity.l1_start_tokens {start} and l1_warmup_tokens {warmup} exceed the run's {run_tokens} tokens"
-            " together: the coefficient would never be reached, so lower them"
+            f"sparsity.l1_start_tokens {start} and l1_warmup_tokens {warmup} together exceed the run's {run_tokens}"
+            " tokens: the coefficient would never be reached; lower them"
         )
     return found + _reinitialization_mistakes(sparsity, training)
 
@@ -162,14 +162,14 @@ def _reinitialization_mistakes(sparsity: SparsityConfig, training: TrainingConfi
         if sparsity.reinit_blend == 1:
             return []
         return [
-            f"sparsity.reinit_blend is {sparsity.reinit_blend} with sparsity.reinit_dead_after_tokens=null, which draws"
-            " no row: give the tokens of silence, or leave it out"
+            f"sparsity.reinit_blend is {sparsity.reinit_blend} with sparsity.reinit_dead_after_tokens=null, which"
+            " disables it: set reinit_dead_after_tokens, or leave it out"
         ]
     found = []
     if sparsity.activation != Activation.relu:
         found.append(
             f"sparsity.reinit_dead_after_tokens is {silence} with sparsity.activation={sparsity.activation.name}, whose"
-            " neurons are never silent: set it to null, or use relu"
+            " neurons are never dead: set it to null, or use relu"
         )
     if min(silence, every, step_tokens) >= 1:
         silent_steps = -(-silence // step_tokens)
@@ -178,9 +178,9 @@ def _reinitialization_mistakes(sparsity: SparsityConfig, training: TrainingConfi
         after = f" after relu_tokens {sparsity.relu_tokens}" if sparsity.relu_tokens else ""
         if first + silent_steps > training.steps:
             found.append(
-                f"sparsity.reinit_dead_after_tokens {silence} with reinit_every {every}{after} never draws a row in the"
-                f" run's {training.steps} steps: the first could be drawn at step {first}, and none is in the last"
-                f" {silent_steps}; lower them, or train longer"
+                f"sparsity.reinit_dead_after_tokens {silence} with reinit_every {every}{after} never takes effect in"
+                f" {training.steps} steps: the first reinitialization could be at step {first}, and there is none in"
+                f" the last {silent_steps} steps; lower them, or train longer"
             )
     return found
 
@@ -199,15 +199,15 @@ def _runtime_mistakes(runtime: RuntimeConfig, steps: int, world_size: int) -> li
         found += _compression_mistakes(runtime, world_size)
     if traced and not (len(traced) == 2 and 1 <= traced[0] <= traced[1] <= steps):
         found.append(
-            f"runtime.profile_steps is {traced}: it must be the first and the last step to trace, as [20,22], up to"
-            f" training.steps {steps}, or [] for none"
+            f"runtime.profile_steps is {traced}: it must be the first and the last step to trace, such as [20,22], up"
+            f" to training.steps {steps}, or [] for none"
         )
     return found + _compiler_mistakes(runtime)
 
 
 def _compiler_mistakes(runtime: RuntimeConfig) -> list[str]:
-    """Whether layers are compiled on a CPU, for which torch calls a C++ compiler, and there is none."""
-    compiler = os.environ.get("CXX", "g++")  # as torch._inductor.config.cpp.cxx
+    """Whether layers are to be compiled on a CPU without the C++ compiler that torch needs."""
+    compiler = os.environ.get("CXX", "g++")  # same as torch._inductor.config.cpp.cxx
     if not runtime.compile or shutil.which(compiler) is not None:
         return []
     import torch
@@ -215,26 +215,26 @@ def _compiler_mistakes(runtime: RuntimeConfig) -> list[str]:
     if runtime.device != Device.cpu and torch.cuda.is_available():
         return []
     return [
-        f"runtime.compile is true on a CPU, which takes a C++ compiler, and there is no {compiler}: it should be"
-        " installed (g++), or named by CXX=PATH in the environment, or set runtime.compile=false"
+        f"runtime.compile is true on a CPU, which needs a C++ compiler, but {compiler} is missing: install it"
+        " (g++), set CXX=PATH in the environment, or set runtime.compile=false"
     ]
 
 
 def _data_mistakes(data: DataConfig, sequence_length: int) -> list[str]:
     found, source = [], data.source
     if not data.name or ".." in Path(data.name).parts or Path(data.name).is_absolute():
-        found.append(f"data.name is {data.name!r}: it names a folder in data/; give another place by data.path")
+        found.append(f"data.name is {data.name!r}: it must be a folder name in data/; for another place use data.path")
     if source == Source.hub and data.dataset is None:
         found.append("data.source=hub needs the data set's name: data.dataset=OWNER/NAME")
     if source != Source.files and data.files:
         found.append(f"data.files is given with data.source={source.name}, which reads no files: add data=files")
     if source == Source.files and not data.files:
-        found.append("data.source=files needs data.files=[PATTERN,...], as in data.files=[corpus/*.parquet]")
+        found.append("data.source=files needs data.files=[PATTERN,...], for example data.files=[corpus/*.parquet]")
     if source == Source.stdlib_docs:
         if data.streaming:
             found.append(
-                "data.streaming=true with data.source=stdlib_docs: there is nothing to stream, so leave it out, or"
-                " choose data=fineweb_edu_stream"
+                "data.streaming=true with data.source=stdlib_docs: this corpus cannot be streamed; leave it out, or"
+                " use data=fineweb_edu_stream"
             )
         if data.tokenizer is not None:
             found.append(
@@ -242,7 +242,7 @@ def _data_mistakes(data: DataConfig, sequence_length: int) -> list[str]:
                 " null"
             )
     elif data.tokenizer is None and (source == Source.hub or data.streaming):
-        # Prepared files may do without: a tokenizer is trained on them.
+        # Not required for prepared local files: a tokenizer is trained on them.
         because = "data.streaming=true" if data.streaming else f"data.source={source.name}"
         found.append(f"{because} needs data.tokenizer=NAME or a folder")
     if data.max_tokens is not None and data.max_tokens <= sequence_length:
@@ -254,7 +254,7 @@ def _data_mistakes(data: DataConfig, sequence_length: int) -> list[str]:
 
 
 def mix_mistakes(data: DataConfig) -> list[str]:
-    """What in data.mix breaks a rule, by its values alone."""
+    """Invalid values of data.mix."""
     if not data.mix:
         return []
     for source in data.mix:
@@ -262,7 +262,7 @@ def mix_mistakes(data: DataConfig) -> list[str]:
         number = isinstance(weight, int | float) and not isinstance(weight, bool) and 0 < weight < math.inf
         if source.keys() != {"data", "weight"} or not isinstance(name, str) or not Path(name).name or not number:
             return [
-                f"data.mix has {source}: each of its sources is {{data: NAME, weight: W}}, the name or folder of"
+                f"data.mix has {source}: each of its sources must be {{data: NAME, weight: W}}, the name or folder of"
                 " prepared tokens and a positive number"
             ]
     found, total = [], sum(source["weight"] for source in data.mix)
@@ -274,31 +274,29 @@ def mix_mistakes(data: DataConfig) -> list[str]:
             found.append(f"data.mix gives {source['data']} less than {least} of all samples: raise its weight")
     for key, value, idle in (("streaming", data.streaming, False), ("max_tokens", data.max_tokens, None)):
         if value != idle:
-            found.append(
-                f"data.{key} is {value} with data.mix, whose sources are prepared before, one by one: leave it out"
-            )
+            found.append(f"data.{key} is {value} with data.mix, whose sources are prepared separately: leave it out")
     return found
 
 
 def ranks_that_share(world_size: int, ranks_here: int) -> int:
-    """S, the ranks between which runtime.shard divides: those of a node, or all where each node has one."""
+    """S, the number of ranks that runtime.shard shards over: those of a node, or all if each node has one."""
     return ranks_here if ranks_here > 1 else world_size
 
 
 def state_bytes(model: ModelConfig, shard: Shard, sharing: int) -> float:
-    """What a rank holds of the weights, gradients and moments within a step, where `sharing` ranks divide them."""
+    """Bytes of weights, gradients and moments that a rank holds within a step, with `sharing` ranks sharding them."""
     weights = FLOAT32 * parameters(model)
-    state = (2 + MOMENTS) * weights  # their gradients, too
+    state = (2 + MOMENTS) * weights  # weights, gradients, moments
     if shard == Shard.none or sharing == 1:
         return state
-    return state / sharing + (weights if shard == Shard.optimizer else 0)  # which gathers all while a step computes
+    return state / sharing + (weights if shard == Shard.optimizer else 0)  # all weights are gathered during a step
 
 
 def memory_mistakes(
     model: ModelConfig, training: TrainingConfig, runtime: RuntimeConfig, ranks_here: int, world_size: int
 ) -> list[str]:
-    """Whether what training cannot do without exceeds the memory of this machine, as a GPU or `ranks_here` CPU ranks
-    share it: the model's state, and the tokens of a step. Activations come on top."""
+    """Whether the model's state and the tokens of a step exceed the memory of a GPU, or of this machine shared by
+    `ranks_here` CPU ranks. Activations come on top."""
     import torch
 
     on_gpu = runtime.device != Device.cpu and torch.cuda.is_available()
@@ -312,10 +310,10 @@ def memory_mistakes(
     else:
         place, memory, copies = "machine", host, ranks_here
     if limit is not None and not on_gpu:
-        found.append(f"runtime.memory_limit_gib is {limit:g}, of a GPU, and this run takes none: set it to null")
+        found.append(f"runtime.memory_limit_gib is {limit:g}, but this run uses no GPU: set it to null")
     elif limit is not None and limit * 2**30 > memory:
         found.append(
-            f"runtime.memory_limit_gib is {limit:g}, and this GPU has {_gib(memory)}: lower it, or set it to null"
+            f"runtime.memory_limit_gib is {limit:g}, but this GPU has {_gib(memory)}: lower it, or set it to null"
         )
     elif limit is not None:
         place, memory = "run, by runtime.memory_limit_gib,", int(limit * 2**30)
@@ -324,14 +322,14 @@ def memory_mistakes(
         if runtime.shard != Shard.none:
             ranks += f" with runtime.shard={runtime.shard.name} between {sharing}"
         found.append(
-            f"model has {count:,} parameters: their weights, gradients and moments take {_gib(state)}{ranks}, and this"
+            f"model has {count:,} parameters: their weights, gradients and moments take {_gib(state)}{ranks}, but this"
             f" {place} has {_gib(memory)}: choose a smaller model (model=NAME, model.num_layers, model.hidden_size,"
-            " model.intermediate_size, model.vocab_size), or divide it between more GPUs (runtime.shard=full)"
+            " model.intermediate_size, model.vocab_size), or shard it over more GPUs (runtime.shard=full)"
         )
     if tokens > host:
         found.append(
             f"training.batch_size {training.batch_size} x sequence_length {training.sequence_length}: the tokens of a"
-            f" step take {_gib(tokens)}, and this machine has {_gib(host)}: lower one of them"
+            f" step take {_gib(tokens)}, but this machine has {_gib(host)}: lower one of them"
         )
     return found
 
@@ -341,8 +339,8 @@ def _gib(size: float) -> str:
 
 
 def prepare_mistakes(config: Config) -> list[str]:
-    """Every value of `config` that breaks a rule and decides which tokens are prepared."""
-    # A mistake begins with the key that it is about: those of the model or the machine do not matter here.
+    """Invalid values of `config` that decide which tokens are prepared."""
+    # A message starts with its key; keys of the model or the machine do not matter here.
     matters = ("data.", "training.steps is", "training.batch_size is", "training.sequence_length is")
     return [mistake for mistake in mistakes(config, world_size=1) if mistake.startswith(matters)]
 
@@ -364,24 +362,24 @@ def device_mistakes(key: str, device: Device) -> list[str]:
 
 
 def _compression_mistakes(runtime: RuntimeConfig, world_size: int) -> list[str]:
-    """Why gradients need not or cannot be sent in another dtype, which `runtime` asks for."""
+    """Why gradients cannot be compressed as `runtime` requests."""
     import torch
 
     if world_size == 1:
-        obstacle = "one process sends no gradients"
+        obstacle = "a single process communicates no gradients"
     elif runtime.shard != Shard.none:
-        obstacle = f"runtime.shard={runtime.shard.name} sends shards, in float32, and has no such hook"
+        obstacle = f"runtime.shard={runtime.shard.name} always reduces gradients in float32"
     elif runtime.precision == Precision.float32:
-        obstacle = "runtime.precision=float32 rounds nothing to bfloat16"
+        obstacle = "runtime.precision=float32 does not round to bfloat16"
     elif runtime.device == Device.cpu or not torch.cuda.is_available():
-        obstacle = "torch compresses only what GPUs send each other"
+        obstacle = "torch compresses only communication between GPUs"
     else:
         return []
     return [f"runtime.ddp_compress={runtime.ddp_compress.name}, but {obstacle}: use runtime.ddp_compress=none"]
 
 
 def name_mistakes(key: str, name: str | None) -> list[str]:
-    """Why `name`, which `key` gives, names no folder of a run or of a sweep."""
+    """Why `name`, the value of `key`, is not a valid name of a run or a sweep."""
     fits = name is not None and re.fullmatch(r"[A-Za-z0-9._-]+", name) and len(name) <= MAX_NAME
     if fits and name not in (".", ".."):
         return []
@@ -389,14 +387,14 @@ def name_mistakes(key: str, name: str | None) -> list[str]:
 
 
 def kernel_mistakes(key: str, kernels: Kernels, obstacles: list[str]) -> list[str]:
-    """Why the kernels that `key` demands cannot run: `obstacles` in the configuration, or the machine."""
+    """Why the kernels that `key` requires cannot run: `obstacles` in the configuration, or the machine."""
     if not kernels.demanded:
         return []
     return unavailable_kernels(f"{key}={kernels.name}", f"{key}=auto", kernels, obstacles)
 
 
 def unavailable_kernels(setting: str, remedy: str, kernels: Kernels, obstacles: list[str]) -> list[str]:
-    """Why the kernels, which `setting` demands, cannot run: `obstacles` in the configuration, or the machine."""
+    """Why the kernels that `setting` requires cannot run: `obstacles` in the configuration, or the machine."""
     if obstacles:
         return [f"{setting}, but {obstacle}: change it, or use {remedy}" for obstacle in obstacles]
     from sparsellm.ops import backend
@@ -404,5 +402,5 @@ def unavailable_kernels(setting: str, remedy: str, kernels: Kernels, obstacles: 
     try:
         backend.check(kernels.name)
     except backend.KernelsUnavailable as error:
-        return [f"{setting} does not run here ({remedy} goes without): {error}"]
+        return [f"{setting} does not run here ({remedy} does not need it): {error}"]
     return []

@@ -72,7 +72,7 @@ def local_files(patterns: Sequence[str], start: Path = Path()) -> tuple[Files, l
         try:
             name = Path(pattern).expanduser()
         except RuntimeError:
-            mistakes.append(f"data.files: {pattern} begins with no user of this machine: write the folder out")
+            mistakes.append(f"data.files: {pattern} begins with an unknown user: write out the home folder")
             continue
         found = [str(start / name)] if os.path.lexists(start / name) else _matches(name, start)
         if not found:
@@ -80,16 +80,16 @@ def local_files(patterns: Sequence[str], start: Path = Path()) -> tuple[Files, l
             remedy = "check the path, or quote the pattern"
             if literal != name and _matches(literal, start):
                 typed = shlex.quote(f"data.files={json.dumps([str(literal)], ensure_ascii=False)}")
-                remedy = f"a [ that is part of a name is written [[]: {typed}"
+                remedy = f"write a literal [ as [[]: {typed}"
             mistakes.append(f"data.files: nothing matches {pattern!r}: {remedy}")
         for file in tqdm(found, desc=f"looking at {pattern}", unit=" files", delay=5, leave=False):
             path = Path(file)
             if path.is_file():
                 files[file] = path.stat().st_size
             elif path.is_dir():
-                mistakes.append(f"data.files: {file} is a folder: give its files, as in {file}/*.parquet")
+                mistakes.append(f"data.files: {file} is a folder: give its files, for example {file}/*.parquet")
             else:
-                mistakes.append(f"data.files: {file} is no file, or a link to one that is not there: leave it out")
+                mistakes.append(f"data.files: {file} is not a regular file, or a dangling link: leave it out")
     files = dict(sorted(files.items()))
     try:
         if files and not mistakes:
@@ -118,7 +118,7 @@ def _ends(name: str) -> str:
             file.seek(max(file.tell(), file.seek(0, os.SEEK_END) - ENDS))
             digest.update(file.read(ENDS))
     except OSError as error:
-        raise DataError(f"{name} cannot be read ({error.strerror}): bring the file back as it was") from error
+        raise DataError(f"{name} cannot be read ({error.strerror}): restore the file") from error
     return digest.hexdigest()
 
 
@@ -138,7 +138,7 @@ def find_files(data: DataConfig) -> Files:
     except (OSError, ValueError, RuntimeError) as error:
         raise DataError(
             f"data.dataset={name} cannot be opened ({' '.join(str(error).split())}): check data.dataset and"
-            " data.subset, or use files of your own with data=files"
+            " data.subset, or use your own files with data=files"
         ) from error
     if data.split not in splits:
         raise DataError(
@@ -156,7 +156,7 @@ def require_hub(data: DataConfig) -> None:
         and not hub.answers(f"data.dataset={data.dataset}")
     ):
         raise DataError(
-            f"data.dataset={data.dataset} cannot be read, for the hub does not answer: connect this machine, or"
+            f"data.dataset={data.dataset} cannot be read because the hub does not answer: connect this machine, or"
             " download the files elsewhere and use data=files 'data.files=[FOLDER/*.parquet]'"
         )
 
@@ -187,17 +187,17 @@ def read(
             if fault is not None:
                 if not skip_bad_records:
                     raise DataError(
-                        f"{file}, {fault}: mend the record, or pass over and count such records with"
+                        f"{file}, {fault}: fix the record, or skip and count such records with"
                         " data.skip_bad_records=true"
                     )
                 faults += 1
                 if faults == 1:
-                    _say(f"{file}, {fault}: passed over, as each such record of this file (data.skip_bad_records)")
+                    _say(f"{file}, {fault}: skipped, like all further bad records of this file (data.skip_bad_records)")
             yield Document(text, licence, index, number, fault)
         if number < 0:
-            _say(f"{file} has no documents, and is passed over")
+            _say(f"{file} has no documents and is skipped")
         if faults > 1:
-            _say(f"{file}: {faults:,} records that cannot be read were passed over")
+            _say(f"{file}: skipped {faults:,} unreadable records")
 
 
 def counted(documents: Iterator[Document], files: int) -> Iterator[Document]:
@@ -274,7 +274,7 @@ def _topics(path: Path) -> dict[str, str]:
     for statement in _parse(path).body:
         if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Dict):
             return ast.literal_eval(statement.value)
-    raise DataError(f"{path} holds no dictionary of topics: this Python's documentation has an unknown form")
+    raise DataError(f"{path} contains no dictionary of topics: this Python's documentation has an unknown form")
 
 
 def _docstrings(path: Path) -> list[str]:

@@ -27,7 +27,7 @@ from sparsellm.system.processes import end_with_parent
 PATIENCE = 16_000_000  # characters encoded before other processes are started: a few seconds of work
 PARALLELISM = "TOKENIZERS_PARALLELISM"  # environment variable that lets the tokenizers library use threads
 AHEAD = 2  # chunks queued per process
-FEWER = "the same command goes on; started with fewer cores (taskset -c 0-3 ...) it needs less"
+FEWER = "run the same command again to continue; with fewer cores (taskset -c 0-3 ...) it needs less memory"
 
 
 class Encoded(NamedTuple):
@@ -88,7 +88,7 @@ def _by_processes(
             documents, future = pending.popleft()
             yield Chunk(documents, future.result(), number % cores == 0 or not pending)
     except BrokenProcessPool as error:
-        raise ProcessesFailed(f"a process that tokenizes has ended, as where memory is short: {FEWER}") from error
+        raise ProcessesFailed(f"a tokenizing process died, perhaps out of memory: {FEWER}") from error
     finally:
         executor.shutdown(cancel_futures=True)
     if isinstance(end, DataError):
@@ -113,7 +113,7 @@ def _submit(executor: ProcessPoolExecutor, texts: list[str]) -> Future[Encoded]:
 
 def _not_started(error: Exception) -> ProcessesFailed:
     return ProcessesFailed(
-        f"the processes that tokenize cannot be started ({error}): {FEWER}, or raise the limits of this shell"
+        f"tokenizing processes cannot be started ({error}): {FEWER}. Or raise the limits of this shell"
         " (`ulimit -n` for open files, `ulimit -u` for processes)"
     )
 

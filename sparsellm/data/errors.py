@@ -1,11 +1,12 @@
-"""What this package raises."""
+"""Exceptions of this package."""
 
 from sparsellm.system.errors import SparsellmError
 
 
 class DataError(SparsellmError, ValueError):
-    """Documents, a tokenizer, prepared tokens or a data position that cannot be used: what, why, and the remedy."""
+    """Documents, a tokenizer, prepared tokens or a data position cannot be used. The message says which, why, and the
+    remedy."""
 
 
 class ProcessesFailed(DataError):
-    """Nothing is wrong with the data: the processes that work on it cannot start, or ended."""
+    """The processes that work on the data cannot start, or died. The data itself is fine."""

@@ -1,25 +1,26 @@
-"""What is in a folder of prepared tokens, and whether it is whole.
+"""The content of a folder of prepared tokens, and whether it is complete.
 
     tokenizer/              loads with AutoTokenizer
-    train.tokens            one stream of token ids, each document between the tokens that begin and end
-                            a text, or only ended by one; little-endian uint16, or uint32 for a vocabulary above 65,536
+    train.tokens            one stream of token ids; each document ends with the end-of-text token, and starts with the
+                            begin-of-text token if there is one; little-endian uint16, or uint32 for a vocabulary above
+                            65,536
     train.documents         where each document starts in it; little-endian int64
     validation.tokens, validation.documents
     manifest.json           this file's `Manifest`; written last, so its presence means that the rest is complete.
-                            While tokens are added the others are longer than it says: what comes after is not read
-    progress.json           the same while preparation goes on, with the checksums of what is written so far
-    verified.json           which files were read and found to be right (checksums.py); may be missing
+                            While tokens are added, files are longer than it says; the excess is not read
+    progress.json           the same during preparation, with the checksums of what is written so far
+    verified.json           which files were read and verified (checksums.py); may be missing
     lock                    held by the process that prepares
 
-Both manifests are sealed with a checksum of their own (sparsellm.files). What they count is held against the files:
-every file and every number that training relies on is found in two places, or refused.
+Both manifests contain their own checksum (sparsellm.system.files). Their counts are compared with the files: every file
+and number that training relies on is verified in two places, or refused.
 
-Block n of a stream is its tokens [n T, n T + T], so blocks overlap by one token and the files fit every length T.
+Block n of a stream is its tokens [n T, n T + T] inclusive, so blocks overlap by one token and any length T works.
 
-Held out are whole documents, chosen by their content (corpus.is_held_out). Where these leave a split without a single
-block, as with one text file, the manifest says `cut`: take the training documents, and after them the held-out ones, as
-one stream; its last tokens are the validation split, the tokens before them the training split, and no token is in
-both. The document that the cut goes through is counted in both splits.
+Whole documents are held out, chosen by content (corpus.is_held_out). If that leaves a split without a block, for
+example with a single text file, the manifest says `cut`: the training documents followed by the held-out ones form one
+stream, whose last tokens are the validation split and the rest the training split. No token is in both; the document at
+the cut is counted in both splits.
 """
 
 from collections.abc import Iterable
@@ -42,7 +43,7 @@ DOCUMENT_DTYPE, DOCUMENT_BYTES = "<i8", 8
 
 @dataclass
 class Split:
-    """Of one split; blocks and dropped tail at the sequence length that it was prepared for."""
+    """Counts of one split; blocks and dropped tail at the sequence length of the preparation."""
 
     documents: int = 0
     tokens: int = 0
@@ -52,33 +53,33 @@ class Split:
 
 @dataclass
 class Manifest:
-    recipe: dict[str, Any]  # the configuration that decides the tokens: see `Request.recipe`
-    source_files: dict[str, int | None]  # in reading order; see corpus.Files
-    tokenizer_hash: str  # tokenizer.digest of what is in tokenizer/
+    recipe: dict[str, Any]  # configuration that decides the tokens: see `Request.recipe`
+    source_files: dict[str, int | None]  # in reading order, see corpus.Files
+    tokenizer_hash: str  # tokenizer.digest of tokenizer/
     vocab_size: int
     end_of_text_id: int
-    sequence_length: int  # that was asked for when preparation began; decides whether the stream is cut, and where
-    begin_of_text_id: int | None = None  # None: documents begin with no such token
-    licence: str | None = None  # as the card of the hub data set names it
-    licences: dict[str, int] = field(default_factory=dict)  # documents by the value of their licence column
+    sequence_length: int  # requested when preparation began; decides whether and where the stream is cut
+    begin_of_text_id: int | None = None  # None: no begin-of-text token
+    licence: str | None = None  # from the card of the hub data set
+    licences: dict[str, int] = field(default_factory=dict)  # number of documents per value of the licence column
     train: Split = field(default_factory=Split)
     validation: Split = field(default_factory=Split)
     source_checksums: dict[str, str] = field(default_factory=dict)  # xxh3 of the local source files read so far
-    empty_documents: int = 0  # read, and left out for having no text
-    bad_records: int = 0  # passed over for data.skip_bad_records
-    empty_files: int = 0  # passed over for having no documents
+    empty_documents: int = 0  # skipped because they have no text
+    bad_records: int = 0  # skipped with data.skip_bad_records
+    empty_files: int = 0  # skipped because they have no documents
     unparsable_modules: int = 0  # of the standard library
-    tokenizer_characters: int | None = None  # of the text, from its start, that a tokenizer was trained on
+    tokenizer_characters: int | None = None  # characters at the start of the text on which a tokenizer was trained
     position: dict[str, int] = field(default_factory=lambda: {"file": 0, "document": 0})  # after the last document read
-    # In progress.json: the counts and position before the first document of the file at `position`, whose documents can
-    # be cut off again. None where the file has no document yet, or has some in a finished folder.
+    # In progress.json: counts and position before the first document of the current file, whose documents can be rolled
+    # back. None if the file has no document yet, or has some in a finished folder.
     begun: dict[str, Any] | None = None
-    exhausted: bool = False  # whether the source has no more documents
-    cut: bool = False  # whether the end of the stream is held out, because the documents are too few
-    # Whether this preparation adds to a finished folder. Runs may have trained on its tokens, so `sequence_length`
-    # stays: then a cut moves only towards the end, and no token of theirs is held out later.
+    exhausted: bool = False  # the source has no more documents
+    cut: bool = False  # the end of the stream is held out, because there are too few documents
+    # This preparation extends a finished folder. Runs may have trained on its tokens, so `sequence_length` stays the
+    # same: then a cut moves only towards the end, and no token that was trained on is held out later.
     extends: bool = False
-    files: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> bytes, xxh3, of what was written so far
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> bytes and xxh3 of what was written so far
     version: int = VERSION
 
     @property
@@ -91,7 +92,7 @@ class Manifest:
 
 
 def blocks(tokens: int, sequence_length: int) -> int:
-    """How many blocks of sequence_length + 1 tokens, one starting every sequence_length, a stream holds."""
+    """The number of blocks of sequence_length + 1 tokens, one starting every sequence_length tokens, in a stream."""
     return max(0, tokens - 1) // sequence_length
 
 
@@ -100,8 +101,8 @@ def is_enough(manifest: Manifest, limit: int | None) -> bool:
 
 
 def tokens_to_cut(manifest: Manifest) -> int:
-    """How many tokens at the end of the stream to hold out, because whole documents leave a split without a block;
-    0 where they do not. The share asked for, and at least one block."""
+    """The number of tokens to hold out at the end of the stream, if whole documents leave a split without a block,
+    otherwise 0. It is the requested fraction, and at least one block."""
     length, (train, validation) = manifest.sequence_length, (manifest.train, manifest.validation)
     if min(blocks(train.tokens, length), blocks(validation.tokens, length)) > 0:
         return 0
@@ -109,7 +110,7 @@ def tokens_to_cut(manifest: Manifest) -> int:
 
 
 def longest_sequence(manifest: Manifest) -> int:
-    """The largest sequence length at which a cut leaves both splits a block of these tokens; below 1 if none does."""
+    """The largest sequence length at which a cut leaves a block in both splits; below 1 if there is none."""
     total = manifest.train.tokens + manifest.validation.tokens
     return min(total // 2, total - int(_fraction(manifest) * total)) - 1
 
@@ -119,20 +120,22 @@ def _fraction(manifest: Manifest) -> float:
 
 
 def read(folder: Path, name: str = "manifest.json") -> Manifest | None:
-    """The manifest in `folder`, or its progress.json; None if there is none. Raises DataError if it is damaged."""
+    """The manifest (or progress.json, by `name`) in `folder`; None if there is none. Raises DataError if it is
+    damaged."""
     path = folder / name
     if not path.is_file():
         return None
     values = read_sealed(path, DataError, _again(folder))
     if values.get("version") != VERSION:
         raise DataError(
-            f"{path} has layout version {values.get('version')} and this sparsellm reads {VERSION}: {_again(folder)}"
+            f"{path} has layout version {values.get('version')}, but this sparsellm reads version {VERSION}:"
+            f" {_again(folder)}"
         )
     return _manifest(values, path)
 
 
 def write(manifest: Manifest, folder: Path, name: str) -> None:
-    """Write `manifest` to `folder`, whole or not at all, and on disk when this returns."""
+    """Write `manifest` to `folder` atomically; it is synced to disk when this returns."""
     write_sealed(folder / name, asdict(manifest))
 
 
@@ -144,7 +147,7 @@ def _manifest(values: dict[str, Any], path: Path) -> Manifest:
 
 
 def tokenizer_names(manifest: Manifest) -> list[str]:
-    """The tokenizer's files among those of `manifest`."""
+    """The tokenizer's files in `manifest`."""
     return [name for name in manifest.files if name.startswith("tokenizer/")]
 
 
@@ -153,15 +156,15 @@ def checksums_of_tokenizer(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def checksums(folder: Path, names: Iterable[str], verified: Verified | None = None) -> dict[str, dict[str, Any]]:
-    """Bytes and xxh3 of the files `names` of `folder`. `verified`: what knows some of them."""
+    """Bytes and xxh3 of the files `names` of `folder`. `verified`: a cache of known checksums."""
     return _checksums(folder, {name: (folder / name).stat().st_size for name in names}, verified)
 
 
 def _checksums(folder: Path, sizes: dict[str, int], verified: Verified | None) -> dict[str, dict[str, Any]]:
-    """The same of their first bytes, as many as `sizes` says."""
+    """Bytes and xxh3 of the first `sizes` bytes of each file."""
     known = {name for name in sizes if verified is not None and verified.is_known(name, folder / name)}
     unknown = sum(size for name, size in sizes.items() if name not in known)
-    # The bar appears only where reading takes long: 1 GB takes a second or two.
+    # The bar appears only if reading takes long: 1 GB takes a second or two.
     with tqdm(total=unknown, desc=f"checksums of {folder}", unit="B", unit_scale=True, delay=5) as bar:
         return {
             name: {"bytes": size, "xxh3": _digest(name, folder / name, size, verified, bar)}
@@ -170,20 +173,20 @@ def _checksums(folder: Path, sizes: dict[str, int], verified: Verified | None) -
 
 
 def _digest(name: str, path: Path, size: int, verified: Verified | None, bar: tqdm) -> str:
-    if verified is None or size < path.stat().st_size:  # more was appended
+    if verified is None or size < path.stat().st_size:  # the file is longer
         return digest_of(path, size, bar).hexdigest()
     return verified.checksum(name, path, bar)
 
 
 def _may_be_longer(name: str) -> bool:
-    """Whether what comes after the bytes that a manifest counts may be there, and is not read: while tokens are added,
-    a folder is what it was until all of them are there."""
+    """Whether the file may be longer than the manifest says, with the excess ignored: while a folder is extended, it
+    counts as unextended until all tokens are there."""
     return name in {f"{split}.{kind}" for split in SPLITS for kind in ("tokens", "documents")}
 
 
 def size_mistakes(manifest: Manifest, folder: Path) -> list[str]:
-    """Every file of `manifest` that is missing from `folder` or has another size, and every count in it that does not
-    follow from those sizes."""
+    """Files of `manifest` that are missing from `folder` or have the wrong size, and counts that do not match the
+    sizes."""
     found = []
     for name, expected in manifest.files.items():
         path = folder / name
@@ -193,7 +196,7 @@ def size_mistakes(manifest: Manifest, folder: Path) -> list[str]:
             _may_be_longer(name) and size > expected["bytes"]
         ):
             found.append(
-                f"{path} has {size:,} bytes and {folder}/manifest.json says {expected['bytes']:,}: {_again(folder)}"
+                f"{path} has {size:,} bytes, but {folder}/manifest.json says {expected['bytes']:,}: {_again(folder)}"
             )
     return found or _count_mistakes(manifest, folder)
 
@@ -202,7 +205,7 @@ def _count_mistakes(manifest: Manifest, folder: Path) -> list[str]:
     path, bytes_of = folder / "manifest.json", {name: file["bytes"] for name, file in manifest.files.items()}
     needed = {f"{split}.{kind}" for split in SPLITS for kind in ("tokens", "documents")} | {"tokenizer/tokenizer.json"}
     if unknown := sorted(needed - bytes_of.keys()):
-        return [f"{path} does not count {', '.join(unknown)}: {_again(folder)}"]
+        return [f"{path} does not list {', '.join(unknown)}: {_again(folder)}"]
     found = []
     for name in SPLITS:
         split: Split = getattr(manifest, name)
@@ -218,16 +221,16 @@ def _count_mistakes(manifest: Manifest, folder: Path) -> list[str]:
             ),
         ):
             if said != follows:
-                found.append(f"{path} counts {said:,} {what} and there are {follows:,}: {_again(folder)}")
+                found.append(f"{path} counts {said:,} {what}, but there are {follows:,}: {_again(folder)}")
     return found
 
 
 def _tokenizer_mistakes(manifest: Manifest, folder: Path) -> list[str]:
-    """Whether `manifest` says another thing of the tokenizer than the files in tokenizer/ do."""
+    """Whether `manifest` disagrees with the files in tokenizer/."""
     file = folder / "tokenizer" / "tokenizer.json"
     vocabulary = tokenizer.load(str(file), "data.path")
     return [
-        f"{folder}/manifest.json says {key} {getattr(manifest, key)} and {file} says {there}: {_again(folder)}"
+        f"{folder}/manifest.json says {key} {getattr(manifest, key)}, but {file} says {there}: {_again(folder)}"
         for key, there in (
             ("tokenizer_hash", tokenizer.digest(vocabulary, file.read_bytes())),
             ("vocab_size", tokenizer.vocabulary_size(vocabulary)),
@@ -239,8 +242,8 @@ def _tokenizer_mistakes(manifest: Manifest, folder: Path) -> list[str]:
 
 
 def verify(manifest: Manifest, folder: Path, names: list[str] | None = None, verified: Verified | None = None) -> None:
-    """Read every file of a finished `folder`, or `names`, and compare: the checksums, what the manifest counts and what
-    it says of the tokenizer. Raises DataError naming what is missing or changed. `verified`: see `compare`."""
+    """Verify a finished `folder`, or only `names`: checksums, counts and tokenizer. Raises DataError that lists what is
+    missing or changed. `verified`: see `compare`."""
     if found := size_mistakes(manifest, folder):
         raise DataError("; ".join(found))
     compare(manifest, folder, list(manifest.files) if names is None else names, verified)
@@ -249,9 +252,9 @@ def verify(manifest: Manifest, folder: Path, names: list[str] | None = None, ver
 
 
 def compare(manifest: Manifest, folder: Path, names: list[str], verified: Verified | None = None) -> None:
-    """Read `names` and compare their checksums with those in `manifest`, from when the files were written.
+    """Compare the checksums of `names` with those in `manifest`.
 
-    `verified`: files that it knows are not read, and those that are read it knows from then on.
+    `verified`: a cache; files that it knows are not read, and files that are read are added to it.
     """
     if missing := [name for name in names if not (folder / name).is_file()]:
         raise DataError("; ".join(f"{folder / name} is missing: {_again(folder)}" for name in missing))
@@ -267,7 +270,7 @@ def compare(manifest: Manifest, folder: Path, names: list[str], verified: Verifi
 
 
 def corrupt(folder: Path, name: str) -> str:
-    return f"{folder / name} is corrupt: its xxh3 is not that of what was written there: {_again(folder)}"
+    return f"{folder / name} is corrupt (its xxh3 differs from what was written): {_again(folder)}"
 
 
 def _again(folder: Path) -> str:

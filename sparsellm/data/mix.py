@@ -1,9 +1,9 @@
-"""Several prepared corpora as one (data.mix): from which of them each sample of a run is, and which of its samples.
+"""Mixes several prepared corpora (data.mix): which source each sample comes from, and which of its samples it is.
 
-Samples come in periods of 10,000, of which every source has its share, the same number in each period, in an order that
-each period has of its own. So which source sample n is from, and how many of that source came before, is decided by n
-alone: the position stays one number, and the order depends neither on the ranks nor on where a run was resumed. Of its
-own samples each source makes epochs as if it were alone (packed.py); a small one has more of them.
+Samples come in periods of 10,000. Each source has the same number of samples in every period, in an order that is
+shuffled per period. So the source of sample n, and its index within the source, depend only on n: the position is one
+number, and the order depends neither on the ranks nor on resumes. Each source runs through its own epochs (packed.py);
+a small source has more of them.
 """
 
 import shlex
@@ -25,11 +25,11 @@ from sparsellm.data.manifest import Manifest, blocks
 from sparsellm.data.packed import PackedTokens, Samples, permutation
 from sparsellm.data.request import Request
 
-ORDER = 1  # in the key of a period's permutation, which tells it from one of a source's epoch
+ORDER = 1  # in the key of a period's permutation, to distinguish it from an epoch's
 
 
 def folders(data: DataConfig) -> dict[str, Path]:
-    """The sources by their names; a name that is no path is that of data/NAME."""
+    """{name: folder} of the sources; a name that is not a path means data/NAME."""
     given = [source["data"] for source in data.mix]
     return {
         name: Path("data", name) if given == name else Path(expanduser(given))  # noqa: PTH111 (Path's may raise)
@@ -38,7 +38,7 @@ def folders(data: DataConfig) -> dict[str, Path]:
 
 
 def counts(data: DataConfig, total: int = MIX_PERIOD) -> tuple[int, ...]:
-    """How many of `total` each source has, by its weight: largest remainders."""
+    """Samples of each source among `total`, by weight (largest remainder method)."""
     weights = [source["weight"] for source in data.mix]
     exact = [total * weight / sum(weights) for weight in weights]
     found = [int(share) for share in exact]
@@ -50,7 +50,7 @@ def counts(data: DataConfig, total: int = MIX_PERIOD) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class MixedTokens(Samples):
-    """The samples of several `sources`, by their names, `counts` of each in a period."""
+    """The samples of several `sources`, with `counts` of each per period."""
 
     sources: dict[str, PackedTokens]
     counts: tuple[int, ...]
@@ -67,7 +67,7 @@ class MixedTokens(Samples):
 
     @property
     def tokens_before_repeats(self) -> int:
-        """Training tokens until the first of the sources begins its second epoch."""
+        """Training tokens until the first source starts its second epoch."""
         return min(
             source.manifest.train.tokens * MIX_PERIOD // count
             for source, count in zip(self.sources.values(), self.counts, strict=True)
@@ -82,7 +82,7 @@ class MixedTokens(Samples):
         return found
 
     def places(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of samples int64 [S]: which source each is from, and its number among that source's samples; int64 [S]."""
+        """For sample numbers int64 [S]: the source of each, and its index within that source; int64 [S]."""
         periods, slots = np.divmod(samples, MIX_PERIOD)
         of, numbers = np.empty_like(samples), np.empty_like(samples)
         for period in np.unique(periods).tolist():
@@ -95,7 +95,7 @@ class MixedTokens(Samples):
 
 @lru_cache(maxsize=2)
 def _period(counts: tuple[int, ...], seed: int, period: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of each sample of a period: its source, and how many of that source are before it in the period."""
+    """For each sample of a period: its source, and the number of earlier samples of that source in the period."""
     source = np.repeat(np.arange(len(counts)), counts)[permutation(MIX_PERIOD, seed, period, ORDER)]
     before = np.empty_like(source)
     for i, number in enumerate(counts):
@@ -104,14 +104,14 @@ def _period(counts: tuple[int, ...], seed: int, period: int) -> tuple[np.ndarray
 
 
 def mixed(data: DataConfig, found: dict[str, tuple[Path, Manifest]], **reading: Any) -> MixedTokens:
-    """The samples of what was `found` in the sources' folders; `reading` as PackedTokens take it."""
+    """The mixed samples of the sources in `found`; `reading`: arguments of PackedTokens."""
     sources = {name: PackedTokens(folder, ready, **reading) for name, (folder, ready) in found.items()}
     return MixedTokens(sources, counts(data), **reading)
 
 
 def validation(data: DataConfig, samples: int, tokens: MixedTokens) -> torch.Tensor:
     """Held-out blocks, of each source its share and at least one: int64 [V, T + 1]. V is `samples`, or fewer where
-    a source has less than its share of them: otherwise its loss would count for less than in training."""
+    a source has fewer than its share, so that every source has the same weight as in training."""
     there = [blocks(source.manifest.validation.tokens, tokens.sequence_length) for source in tokens.sources.values()]
     most = [found * MIX_PERIOD // count for found, count in zip(there, tokens.counts, strict=True)]
     shares = counts(data, min(samples, *most))
@@ -129,12 +129,12 @@ def read(request: Request) -> dict[str, tuple[Path, Manifest]]:
 
 
 def mistakes(request: Request) -> list[str]:
-    """Everything wrong with the sources that a look at their manifests and the sizes of their files shows."""
-    return [] if mix_mistakes(request.data) else _examined(request)[1]  # sparsellm.config refuses the former
+    """Mistakes in the sources that their manifests and file sizes show."""
+    return [] if mix_mistakes(request.data) else _examined(request)[1]  # sparsellm.config reports mix_mistakes
 
 
 def _examined(request: Request) -> tuple[dict[str, tuple[Path, Manifest]], list[str]]:
-    """The folder and manifest of each source that has one, and what is wrong with them."""
+    """The folder and manifest of each source that has one, and mistakes."""
     found: dict[str, tuple[Path, Manifest]] = {}
     wrong: list[str] = []
     for name, folder in folders(request.data).items():
@@ -153,32 +153,32 @@ def _examined(request: Request) -> tuple[dict[str, tuple[Path, Manifest]], list[
     if len({ready.tokenizer_hash for _, ready in found.values()}) > 1:
         each = ", ".join(f"{name} with {ready.tokenizer_hash[:8]}" for name, (_, ready) in found.items())
         wrong.append(
-            f"data.mix: its sources were prepared with different tokenizers ({each}): prepare all of them with one"
+            f"data.mix: its sources were prepared with different tokenizers ({each}): prepare all of them with the same"
             " data.tokenizer"
         )
     return found, wrong
 
 
 def _fit(request: Request, name: str, folder: Path, ready: Manifest) -> list[str]:
-    """Whether the model and the sequences are too large for a source, or too small."""
+    """Whether the source has too few tokens for the sequences, or too many token ids for the model."""
     length, rows = request.training.sequence_length, request.vocab_size
     splits, found = (ready.train, ready.validation), []
     if min(blocks(split.tokens, length) for split in splits) < 1:
         found.append(
-            f"data.mix, {name} in {folder}: it holds {ready.train.tokens:,} training and"
-            f" {ready.validation.tokens:,} held-out tokens, and a block of training.sequence_length {length} takes"
-            f" {length + 1:,} of each: give it more text, or leave it out"
+            f"data.mix, {name} in {folder}: it holds {ready.train.tokens:,} training and {ready.validation.tokens:,}"
+            f" held-out tokens, but a block of training.sequence_length {length} takes {length + 1:,} of each: give it"
+            " more text, or leave it out"
         )
     if ready.vocab_size > rows:
         found.append(
-            f"data.mix, {name} in {folder}: its tokenizer has {ready.vocab_size:,} ids and model.vocab_size is"
-            f" {rows:,}: choose a model with a row for each, or model.vocab_size={ready.vocab_size}"
+            f"data.mix, {name} in {folder}: its tokenizer has {ready.vocab_size:,} ids, but model.vocab_size is"
+            f" {rows:,}: choose a model with a larger vocabulary, or model.vocab_size={ready.vocab_size}"
         )
     return found
 
 
 def _command(request: Request, name: str, folder: Path) -> str:
-    """What prepares a source, with as many tokens as the run reads of it."""
+    """The command that prepares a source, with as many tokens as the run reads from it."""
     share = dict(zip(request.data.mix_names, counts(request.data), strict=True))[name] / MIX_PERIOD
     training = request.training
     tokens = int(share * training.steps * training.tokens_per_step) + training.sequence_length + 1

@@ -1,4 +1,4 @@
-"""Opening the data of a run: what is wrong with it, and the batches of this rank."""
+"""Opens the data of a run: finds mistakes, and yields this rank's batches."""
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
@@ -23,42 +23,42 @@ from sparsellm.system.files import read_json
 
 @dataclass(frozen=True)
 class Data:
-    """What a run trains and validates on."""
+    """The training and validation data of a run."""
 
     tokenizer_folder: Path  # loads with AutoTokenizer
     end_of_text_id: int
     validation: torch.Tensor  # int64 [V, T + 1], V at most logging.validation_samples; the same on all ranks
     tokens: PackedTokens | mix.MixedTokens | TokenStream
-    named_validation: dict[str, torch.Tensor] = field(default_factory=dict)  # the same of each source of data.mix
-    begin_of_text_id: int | None = None  # None: documents begin with no such token
+    named_validation: dict[str, torch.Tensor] = field(default_factory=dict)  # per source of data.mix
+    begin_of_text_id: int | None = None  # None: no begin-of-text token
 
     @property
     def training_tokens(self) -> int | None:
-        """How many there are before they repeat, of a mix those of any source; None for a stream, which has no end."""
+        """The number of training tokens before any of them repeats; None for a stream."""
         if isinstance(self.tokens, mix.MixedTokens):
             return self.tokens.tokens_before_repeats
         return self.tokens.manifest.train.tokens if isinstance(self.tokens, PackedTokens) else None
 
     def batches(self, state: dict[str, Any] | None) -> Generator[Batch, None, None]:
-        """This rank's share of one step after the other, without end, and the JSON-able state after each.
+        """This rank's share of step after step, endlessly, each with the JSON-serializable state after it.
 
-        A share is int64 [batch_size / ranks, T + 1], pinned if the device is CUDA. `state` is one that came with an
-        earlier share: what follows is what followed then, however far workers had read ahead. None is the start.
-        Close the iterator when done with it: its worker processes ignore stop signals.
+        A share is int64 [batch_size / ranks, T + 1], pinned if the device is CUDA. `state` is the state of an earlier
+        share, from which iteration continues exactly, however far workers had read ahead; None starts from the
+        beginning. Close the iterator when done: its worker processes ignore stop signals.
         """
         return self.tokens.batches(state)
 
 
 def mistakes(request: Request, run: RunConfig, typed: Sequence[str] = ()) -> list[str]:
-    """Everything wrong with the data of a run that can be known with no network and no writes, each with its remedy.
+    """Mistakes in the data of a run that can be found without network access or writes, each with its remedy.
 
-    `typed`: the overrides that the configuration was composed from, of which a remedy takes what it needs.
+    `typed`: the overrides that the configuration was composed from, used for the commands in remedies.
     """
     data, training = request.data, request.training
     if min(training.steps, training.batch_size, training.sequence_length) < 1:
-        return []  # refused by sparsellm.config; how many tokens are needed is not known
+        return []  # sparsellm.config reports this; the number of tokens is unknown
     if data.source == Source.files and not data.files:
-        return []  # refused by sparsellm.config; a command that prepares them cannot be told
+        return []  # sparsellm.config reports this; the preparing command is unknown
     if data.streaming:
         return request.source_mistakes()
     if data.mix:
@@ -83,12 +83,13 @@ def mistakes(request: Request, run: RunConfig, typed: Sequence[str] = ()) -> lis
     limit = request.token_limit
     if data.source != Source.stdlib_docs and not manifest.is_enough(ready, limit):
         found.append(
-            f"data.path={folder} holds {ready.train.tokens:,} of the {limit:,} training tokens asked for;"
-            f" add the others with {request.command(typed)}"
-            f" or train on these again and again with data.max_tokens={ready.train.tokens}"
+            f"data.path={folder} holds {ready.train.tokens:,} of the {limit:,} requested training tokens; add the rest"
+            f" with {request.command(typed)} or repeat these with data.max_tokens={ready.train.tokens}"
         )
     found += manifest.size_mistakes(ready, folder)
-    if world_size_from_environment() == 1 and not _has_begun(run):  # of several ranks one looks, later: it may read
+    if world_size_from_environment() == 1 and not _has_begun(
+        run
+    ):  # with several ranks, one checks later, because it may read files
         found += [sources.refusal(change, folder) for change in sources.changes(ready, folder)]
     found += request.block_mistakes(ready)
     found += request.vocabulary_mistakes(ready.vocab_size)
@@ -96,17 +97,17 @@ def mistakes(request: Request, run: RunConfig, typed: Sequence[str] = ()) -> lis
 
 
 def _has_begun(run: RunConfig) -> bool:
-    """Whether there is a run of this name, which goes on: its position belongs to the tokens, by their checksum."""
+    """Whether a run of this name exists and will resume; its position is tied to the tokens by their checksum."""
     return run.name is not None and not run.restart and (run.folder / CONFIG).is_file()
 
 
 def open_data(request: Request, run: RunConfig, validation_samples: int, workers: int, ranks: Ranks) -> Data:
     """The data of `run` for this rank of a process group; all ranks call it together.
 
-    `workers`: processes of each rank that load it.
+    `workers`: data-loading processes per rank.
 
-    Rank 0 prepares the embedded corpus if it is not there yet, and reads prepared files once to verify their checksums.
-    Raises DataError on rank 0, and RuntimeError with its message on the others.
+    Rank 0 prepares the embedded corpus if needed, and verifies the checksums of prepared files. Raises DataError on
+    rank 0, and RuntimeError with its message on the others.
     """
     opening = _Opening(request, run, validation_samples, workers, ranks)
     if request.data.mix:
@@ -115,11 +116,11 @@ def open_data(request: Request, run: RunConfig, validation_samples: int, workers
 
 
 def open_validation(request: Request, samples: int, tokenizer_folder: Path, run: Path) -> torch.Tensor:
-    """The held-out blocks that a run validates on, int64 [V, T + 1], `samples` or all. For one process; prepares
+    """The held-out blocks on which a run validates, int64 [V, T + 1], at most `samples`. For one process; prepares
     nothing.
 
-    `tokenizer_folder` holds the run's tokenizer: the hf/ of one of its checkpoints. A relative path in `request` starts
-    at the folder in which the run was started: the working directory is tried, then the folders that `run` lies in.
+    `tokenizer_folder` holds the run's tokenizer: hf/ of one of its checkpoints. A relative path in `request` is
+    relative to the folder in which the run was started: the working directory is tried, then the parents of `run`.
     Raises DataError if the blocks are in none of them, are damaged, or were made with another tokenizer.
     """
     return _OfRun(request, samples, tokenizer_folder, run).validation()
@@ -127,7 +128,7 @@ def open_validation(request: Request, samples: int, tokenizer_folder: Path, run:
 
 @dataclass(frozen=True)
 class _Opening:
-    """What opens the data of `run` on one of the `ranks`, which call every method together."""
+    """Opens the data of `run`. All `ranks` call every method together."""
 
     request: Request
     run: RunConfig
@@ -171,7 +172,7 @@ class _Opening:
         )
 
     def _verify(self) -> None:
-        """On the main rank: prepare the embedded corpus if need be, and hold what is there against its checksums."""
+        """On the main rank: prepare the embedded corpus if needed, and verify checksums."""
         folder = self.request.data.folder
         if self.request.data.source == Source.stdlib_docs:
             prepare(self.request)
@@ -185,10 +186,10 @@ class _Opening:
         for change in sources.changes(ready, folder):
             if not _has_begun(self.run):
                 raise DataError(sources.refusal(change, folder))
-            warn(f"{change}: the run goes on with the tokens that it began with")
+            warn(f"{change}: the run continues with the tokens that it started with")
 
     def streamed(self) -> Data:
-        # Found once, on rank 0, so that all ranks see the same files even while a hub data set changes.
+        # Only rank 0 looks, so that all ranks use the same files even if a hub data set changes meanwhile.
         files, ends, folder, (end, begin), validation = on_main(self.ranks, self._find)
         local = [Path(name) for name in files if "://" not in name]
         tokenizer_files = sorted(path.name for path in folder.glob("*"))
@@ -198,15 +199,15 @@ class _Opening:
         return Data(folder, end, validation, tokens, begin_of_text_id=begin)
 
     def _find(self) -> tuple[corpus.Files, dict[str, str], Path, tuple[int, int | None], torch.Tensor]:
-        """On the main rank: the files and the checksums of their ends, the tokenizer's folder, the ids that end and
-        begin a text, held-out blocks."""
+        """On the main rank: the files, the checksums of their ends, the tokenizer's folder, the end- and begin-of-text
+        ids, and held-out blocks."""
         data = self.request.data
         assert data.tokenizer is not None
         vocabulary = tokenizer.load(data.tokenizer, self.request.tokenizer_key)
         if found := self.request.vocabulary_mistakes(tokenizer.vocabulary_size(vocabulary)):
             raise DataError("; ".join(found))
         tokenizer.say_form(vocabulary, f"{self.request.tokenizer_key}={data.tokenizer}")
-        # Named by its content, so that it never takes the place of one that other tokens were made with.
+        # Named by its content, so that it never replaces a tokenizer with which other tokens were made.
         folder = data.folder / f"tokenizer-{tokenizer.digest(vocabulary)[:8]}"
         as_found = (vocabulary.found or "").encode()
         earlier = data.folder / f"tokenizer-{tokenizer.digest(vocabulary, as_found)[:8]}"
@@ -229,7 +230,7 @@ class _Opening:
         )  # fmt: skip
 
     def _reading(self) -> dict[str, Any]:
-        """What prepared tokens and a stream are read with alike."""
+        """Arguments shared by prepared tokens and streams."""
         return {
             "sequence_length": self.request.training.sequence_length,
             "rank": self.ranks.rank,
@@ -242,7 +243,7 @@ class _Opening:
 
 @dataclass(frozen=True)
 class _OfRun:
-    """The data that the run in the folder `run` was trained with, found again."""
+    """Finds the data with which the run in the folder `run` was trained."""
 
     request: Request
     samples: int  # held-out blocks at most
@@ -273,17 +274,18 @@ class _OfRun:
 
     @property
     def _starts(self) -> list[Path]:
-        """Folders in which the run may have been started: the working directory, and those that the run lies in."""
+        """Folders in which the run may have been started: the working directory, and the parents of the run's
+        folder."""
         return [Path.cwd(), *self.run.absolute().parents]
 
     def _tokens(self, path: Path, source: str | None = None) -> tuple[Path, manifest.Manifest]:
-        """The first folder of prepared tokens that may be the run's by its `path`, and is by its manifest; and that.
+        """The first folder of prepared tokens that matches the run by `path` and by its manifest, and the manifest.
 
-        `source`: the name of those tokens in the mix, if they are of one.
+        `source`: the name of the tokens in data.mix, if any.
         """
         request = self.request
         digest, misses = tokenizer.digest(tokenizer.load(str(self.tokenizer_folder), "checkpoint")), []
-        # Where data.path is absolute, `start / path` is `path` itself.
+        # If data.path is absolute, `start / path` is `path`.
         for folder in dict.fromkeys(start / path for start in self._starts):
             try:
                 ready = manifest.read(folder)
@@ -295,9 +297,14 @@ class _OfRun:
                 if digest != ready.tokenizer_hash and digest != tokenizer.digest(
                     tokenizer.load(str(folder / "tokenizer"), "data.path")
                 ):
-                    raise DataError(f"{folder} was prepared with another tokenizer than {self.tokenizer_folder} holds")
+                    raise DataError(
+                        f"{folder} was prepared with a tokenizer other than that of {self.tokenizer_folder}"
+                    )
                 if ready.cut and ready.files["train.tokens"]["xxh3"] != self._trained_on(source):
-                    raise DataError(f"{folder} was cut elsewhere: the run may have trained on what it holds out")
+                    raise DataError(
+                        f"{folder} has another held-out split: the run may have trained on tokens that are held out"
+                        f" there"
+                    )
                 manifest.verify(ready, folder, ["validation.tokens"])
                 return folder, ready
             except (DataError, OSError) as error:
@@ -305,14 +312,14 @@ class _OfRun:
         relative = "" if path.is_absolute() else ", start from the folder that data.path is relative to"
         key, again = (f"data.path={path}", f", or run {request.command()}") if source is None else (str(path), "")
         raise DataError(
-            f"there are no prepared tokens in {key} that are those of {self.run} ({'; '.join(misses)}): bring them"
+            f"the prepared tokens of {self.run} are not in {key} ({'; '.join(misses)}): restore them"
             f" there{relative}{again}"
         )
 
     def _trained_on(self, source: str | None) -> str | None:
-        """The xxh3 of the training tokens of the checkpoint that the tokenizer lies in, None if it is in none.
+        """The xxh3 of the training tokens, from the checkpoint that contains the tokenizer; None outside a checkpoint.
 
-        `source`: of which source of a mix.
+        `source`: a source of data.mix.
         """
         path = self.tokenizer_folder.parent / STATE / rank_json(0)
         if not path.is_file():
@@ -332,5 +339,5 @@ class _OfRun:
                 return files
         raise DataError(
             f"the files that {self.run} reads (data.files={','.join(data.files)}) are neither under the working"
-            " directory nor under a folder that the run lies in: start from the folder that data.files is relative to"
+            " directory nor under a parent of the run's folder: start from the folder that data.files is relative to"
         )

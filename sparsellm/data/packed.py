@@ -97,9 +97,8 @@ def _items(iterator: Iterator[Any], loader: DataLoader) -> Iterator[Any]:
         except (RuntimeError, OSError) as error:
             if "Too many open files" in str(error):
                 raise DataError(
-                    f"batches no longer come from the data workers (too many open files): raise the limit"
-                    f" of open files (`ulimit -n`), or lower runtime.data_workers ({loader.num_workers} now); the same"
-                    " command goes on from what is saved"
+                    "the data workers failed (too many open files): raise the limit of open files (`ulimit -n`), or"
+                    f" lower runtime.data_workers ({loader.num_workers} now), and run the same command again to resume"
                 ) from error
             if ended := [worker for worker in workers if worker.exitcode is not None]:
                 raise DataError(_why_ended(ended[0], loader.num_workers)) from error
@@ -107,14 +106,14 @@ def _items(iterator: Iterator[Any], loader: DataLoader) -> Iterator[Any]:
         yield item
 
 
-KILLED = "was killed, as the system does where memory is short (`dmesg` may say so)"
+KILLED = "was killed, perhaps by the system for lack of memory (see `dmesg`)"
 
 
 def _why_ended(worker: BaseProcess, workers: int) -> str:
     if worker.exitcode == -signal.SIGKILL:
         how = KILLED
     elif (code := worker.exitcode or 0) < 0:
-        how = f"died of {signal.Signals(-code).name}"
+        how = f"died from {signal.Signals(-code).name}"
     else:
         how = f"ended with exit code {code}"
     return _ended(f"a data worker (process {worker.pid})", how, workers)
@@ -122,7 +121,7 @@ def _why_ended(worker: BaseProcess, workers: int) -> str:
 
 def _ended(which: str, how: str, workers: int) -> str:
     remedy = f"give the job more memory, or lower runtime.data_workers ({workers} now)"
-    return f"{which} {how}: {remedy}; the same command goes on from what is saved"
+    return f"{which} {how}: {remedy}, and run the same command again to resume"
 
 
 def _end_workers() -> None:
@@ -204,8 +203,8 @@ class Samples(Dataset):
         state = state or {"samples": 0, "tokens": tokens}
         if state.get("tokens") != tokens:
             raise DataError(
-                f"this run has trained on other tokens than {self.place} holds now (xxh3 {state.get('tokens')} against"
-                f" {tokens}): bring them back, or begin a new run with run.restart=true"
+                f"this run was trained on tokens other than those in {self.place} (xxh3 {state.get('tokens')}, now"
+                f" {tokens}): restore them, or start a new run with run.restart=true"
             )
         samples = state["samples"]
         loader = DataLoader(

@@ -1,20 +1,21 @@
-"""Documents to tokens on disk, once, for any number of runs; the layout is in manifest.py.
+"""Tokenizes documents to disk, once for any number of runs; manifest.py describes the layout.
 
-Every few chunks of documents the files are on disk and progress.json says how far they are good. A start after a kill
-compares them with the checksums that progress.json keeps of all that was written, cuts them back to that and goes on
-from there, so the result is the same to the byte, and damage on the way is found, not sealed. A finished folder is not
-touched, unless more tokens are wanted than it holds: then it is extended, which does not change the tokens that it has.
+Every few chunks of documents, the files are synced to disk and progress.json records how far they are valid. After a
+kill, the next start verifies them against the checksums in progress.json, truncates them to that point and continues,
+so the result is byte-identical, and damage is detected instead of sealed in. A finished folder is changed only if more
+tokens are requested than it holds: then it is extended, which keeps its tokens.
 
-Source files that were read to their end must stay as they were. The one that is being read may change or go until then,
-as one with a bad record must: its documents are cut off, and it begins again from its start. So may later ones.
+Source files that were read completely must not change. The file that is being read, and later ones, may change or
+disappear (a file with a bad record has to be fixed): its documents are rolled back, and it is read again from the
+start.
 
-A stream that is cut (manifest.py) is cut last, in place. What cannot go on from there starts from the first document
-again, which costs little, because a cut means that the documents were few: a start after a kill between the cut and the
-manifest, and an extension. So whatever happened, the result is what one undisturbed preparation gives.
+A stream that is cut (manifest.py) is cut at the end, in place. A start after a kill between the cut and the manifest,
+and an extension, restart from the first document, which is cheap because a cut means few documents. So the result
+always equals that of one uninterrupted preparation.
 
-What runs read stays until more is there, though the preparation is killed or fails: an extension appends, and
-manifest.json counts the former tokens until the end; that of a cut stream is made in the folder again/, whose files
-then take the place of the former ones.
+What runs read stays valid until the extension is complete, even if it is killed or fails: an extension appends, and
+manifest.json counts only the old tokens until the end. The extension of a cut stream is built in the folder again/,
+whose files then replace the old ones.
 """
 
 import errno
@@ -60,10 +61,10 @@ from sparsellm.data.tokenizer import Vocabulary
 from sparsellm.system import locks, regular
 from sparsellm.system.files import sync
 
-# Of the text, from its start, that a tokenizer is trained on: a few seconds, and less than 1 GB of memory. Pieces,
-# because one text of ten million characters would take twice the memory.
+# Characters at the start of the text on which a tokenizer is trained: a few seconds, less than 1 GB of memory. In
+# pieces, because one text of ten million characters would take twice the memory.
 TOKENIZER_CHARACTERS, TOKENIZER_PIECE = 10_000_000, 100_000
-AGAIN = "again"  # in a folder whose stream is cut: the preparation of more tokens
+AGAIN = "again"  # subfolder in which a cut stream is extended
 
 
 def preparation_mistakes(request: Request) -> list[str]:
@@ -71,7 +72,8 @@ def preparation_mistakes(request: Request) -> list[str]:
     data, folder = request.data, request.data.folder
     if data.mix:
         return [
-            "data.mix joins tokens that are there: prepare each of its sources by itself (data=NAME), without data.mix"
+            "data.mix combines tokens that are already prepared: prepare each source separately (data=NAME), without"
+            " data.mix"
         ]
     if data.streaming:
         return [
@@ -96,8 +98,8 @@ def preparation_mistakes(request: Request) -> list[str]:
 
 
 def _with_files_of(request: Request, manifest: Manifest) -> Manifest:
-    """An unfinished `manifest` as if begun with data.files of `request`: `_with_sources_of_now` decides whether it may
-    go on with these."""
+    """An unfinished `manifest` with data.files of `request`; `_with_sources_of_now` decides whether it can continue
+    with these."""
     key = "data.files"
     if key not in manifest.recipe or key not in request.recipe:
         return manifest
@@ -105,10 +107,10 @@ def _with_files_of(request: Request, manifest: Manifest) -> Manifest:
 
 
 def prepare(request: Request) -> Manifest:
-    """Fill `data.path` with `request.token_limit` training tokens or more, or all there are, and the held-out documents
-    that came between; return the manifest. Returns at once if that is done already. Raises DataError, and leaves
-    nothing behind where no document was prepared or the text is too short for a block of each split. On a full disk
-    too, what was prepared before stays, and the next call goes on from there.
+    """Fill `data.path` with at least `request.token_limit` training tokens (or all that exist) and the held-out
+    documents in between; return the manifest. Returns at once if that is done already. Raises DataError, and leaves
+    nothing behind if no document was prepared or the text is too short for a block of each split. After a full disk,
+    prepared tokens stay, and the next call continues from there.
     """
     folder, limit = request.data.folder, request.token_limit
     if not request.data.streaming and _is_made_again(folder):
@@ -121,18 +123,18 @@ def prepare(request: Request) -> Manifest:
     if ready is not None and is_enough(ready, limit):
         return ready
     if ready is None and not (folder / "progress.json").exists():
-        started = _start(request)  # before anything is written: what fails, fails here
+        started = _start(request)  # before anything is written, so that failures leave nothing
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     with _exclusive(folder), _writing(folder, limit, made):
-        # Another process may have worked here while this one waited.
+        # Another process may have prepared this folder while this one waited.
         done, progress = read(folder), read(folder, "progress.json")
         if done is not None and is_enough(done, limit):
             return done
         if done is not None:
-            verify(done, folder)  # or the new checksums would vouch for old damage
+            verify(done, folder)  # otherwise new checksums would cover old damage
             if done.cut:
                 return _prepare_again(request, folder, done)
-        # With both there, an extension was stopped, or a preparation at its very end: then they agree.
+        # If both exist, an extension was stopped, or a preparation at its very end: then they agree.
         before = progress
         if done is not None and (progress is None or not _is_ahead(progress, done)):
             before = replace(done, extends=True)
@@ -171,7 +173,7 @@ def prepare(request: Request) -> Manifest:
 
 
 def _is_ahead(progress: Manifest, done: Manifest) -> bool:
-    """Whether an extension of `done` has come further: `progress`."""
+    """Whether `progress`, an extension of `done`, holds more tokens."""
     now, then = progress.position, done.position
     if now is None or then is None:
         return False
@@ -179,8 +181,8 @@ def _is_ahead(progress: Manifest, done: Manifest) -> bool:
 
 
 def _prepare_again(request: Request, folder: Path, done: Manifest) -> Manifest:
-    """More tokens than `done`, which is cut, in its `folder`, which is locked."""
-    _with_sources_of_now(request.data, folder, done)  # or the former tokens would not be among the new ones
+    """Extend the cut stream `done` in its locked `folder`."""
+    _with_sources_of_now(request.data, folder, done)  # otherwise the new tokens would not contain the old ones
     again = folder / AGAIN
     if read(again, "progress.json") is None:
         shutil.rmtree(again, ignore_errors=True)
@@ -192,12 +194,12 @@ def _prepare_again(request: Request, folder: Path, done: Manifest) -> Manifest:
 
 
 def _is_made_again(folder: Path) -> bool:
-    """Whether what is in again/ is finished, or was not even begun."""
+    """Whether again/ is finished, or was never started."""
     return (folder / AGAIN).is_dir() and not (folder / AGAIN / "progress.json").exists()
 
 
 def _take_place(folder: Path) -> None:
-    """Move what is in again/ to `folder`, which is locked; a start after a kill goes on with it."""
+    """Move the files of again/ to the locked `folder`; a start after a kill completes this."""
     again = folder / AGAIN
     for name in [*(name for split in SPLITS for name in (f"{split}.tokens", f"{split}.documents")), "manifest.json"]:
         if (again / name).exists():
@@ -228,7 +230,7 @@ def _start(request: Request) -> tuple[Manifest, Vocabulary, Iterator[Document]]:
             documents = corpus.counted(from_start(), len(files))
             vocabulary, characters = _trained_tokenizer(documents, data.tokenizer_vocab_size)
         else:
-            next(from_start(), None)  # a wrong column shows before anything is written
+            next(from_start(), None)  # detect a wrong column before anything is written
         documents = corpus.counted(from_start(), len(files))
         if data.source == Source.hub:
             assert data.dataset is not None
@@ -249,7 +251,7 @@ def _start(request: Request) -> tuple[Manifest, Vocabulary, Iterator[Document]]:
 
 
 def _trained_tokenizer(documents: Iterable[Document], vocab_size: int) -> tuple[Vocabulary, int]:
-    """A tokenizer of the first TOKENIZER_CHARACTERS characters of `documents`, or all there are, and how many."""
+    """A tokenizer trained on the first TOKENIZER_CHARACTERS characters of `documents`, and the number of characters."""
     texts, characters = [], 0
     for document in documents:
         text = (document.text or "")[: TOKENIZER_CHARACTERS - characters]
@@ -266,7 +268,7 @@ def _trained_tokenizer(documents: Iterable[Document], vocab_size: int) -> tuple[
 
 
 def _continue(request: Request, folder: Path, manifest: Manifest) -> tuple[Manifest, Vocabulary, Iterator[Document]]:
-    """Hub files are those of the commit that preparation started with; local ones may have changed where unfinished."""
+    """Hub files are those of the commit with which preparation started; unfinished local files may have changed."""
     data = request.data
     compare(manifest, folder, tokenizer_names(manifest))
     corpus.require_hub(data)
@@ -275,7 +277,7 @@ def _continue(request: Request, folder: Path, manifest: Manifest) -> tuple[Manif
         manifest = replace(_with_files_of(request, manifest), sequence_length=request.training.sequence_length)
     vocabulary = tokenizer.load(str(folder / "tokenizer"), "data.path")
     if manifest.tokenizer_hash not in tokenizer.digests(vocabulary):
-        raise DataError(f"{folder}/tokenizer has changed since preparation began: delete {folder} and start again")
+        raise DataError(f"{folder}/tokenizer has changed since preparation started: delete {folder} and prepare again")
     if data.source == Source.stdlib_docs:
         documents = corpus.from_texts(corpus.stdlib_docs()[0], manifest.position)
     else:
@@ -286,8 +288,8 @@ def _continue(request: Request, folder: Path, manifest: Manifest) -> tuple[Manif
 
 
 def _with_sources_of_now(data: DataConfig, folder: Path, manifest: Manifest) -> Manifest:
-    """`manifest` with the source files as they are now: later ones may have changed or gone, and so may the one that is
-    being read, which then begins again. Raises DataError if one that was read to its end has, or if there are others.
+    """`manifest` with the current source files. The file being read (which then restarts) and later ones may have
+    changed or disappeared. Raises DataError if a completely read file changed, or if files were added.
     """
     if not manifest.position:  # null in manifests that had no checksum once, and were given one later
         raise DataError(
@@ -297,7 +299,7 @@ def _with_sources_of_now(data: DataConfig, folder: Path, manifest: Manifest) -> 
     before, position = manifest.source_files, manifest.position
     now = corpus.find_files(data) if data.source == Source.files else before
     verified = Verified(folder)
-    # All the bytes of what was read: that takes seconds a gigabyte, where tokenizing them took minutes.
+    # Checksums of everything that was read: seconds per gigabyte, compared with minutes for tokenizing.
     other = {
         file for file in _checking(before)
         if now.get(file, 0) != before[file]
@@ -307,34 +309,34 @@ def _with_sources_of_now(data: DataConfig, folder: Path, manifest: Manifest) -> 
     if added := [file for file in now if file not in before]:
         raise DataError(
             f"{sources.names(added)} {'was' if len(added) == 1 else 'were'} not there when the preparation of {folder}"
-            " began: take that away, or prepare all of them in a folder of their own (another data.name)"
+            " started: remove the addition, or prepare all files in another folder (another data.name)"
         )
     read = list(before)[: position["file"] + (position["document"] > 0 and manifest.begun is None)]
     if finished := [file for file in read if file in other]:
         raise DataError(
             f"{sources.names(finished)} {'has' if len(finished) == 1 else 'have'} changed since it was read for"
-            f" {folder}: bring the file back as it was, or choose another data.name or data.path"
+            f" {folder}: restore the original, or choose another data.name or data.path"
         )
     if not other:
         return manifest
     print(
-        f"sparsellm: {sources.names(sorted(other))}, not read to the end for {folder} before, changed or went: the"
-        " preparation goes on with what is there now",
+        f"sparsellm: {sources.names(sorted(other))}, not completely read for {folder} yet, changed or disappeared: the"
+        " preparation continues with the current files",
         flush=True,
     )
     if position["document"] > 0 and (current := list(before)[position["file"]]) in other:
-        print(f"sparsellm: what was prepared of {current} is cut off", flush=True)
+        print(f"sparsellm: removed the tokens of {current}, which is read again", flush=True)
         manifest = _before_the_file(folder, manifest)
     return replace(manifest, source_files=now)
 
 
 def _before_the_file(folder: Path, manifest: Manifest) -> Manifest:
-    """`manifest` before the first document of the file that is being read."""
+    """`manifest` before the first document of the current file."""
     begun = manifest.begun
     assert begun is not None
     for split in SPLITS:
         with _Writer(folder, split, manifest):
-            pass  # which holds what was written to its checksums: a part of it has none of its own
+            pass  # verifies what was written against its checksums, which exist only for the whole
     read = list(manifest.source_files)[: begun["position"]["file"] + (begun["position"]["document"] > 0)]
     manifest = replace(
         manifest,
@@ -348,7 +350,7 @@ def _before_the_file(folder: Path, manifest: Manifest) -> Manifest:
 
 
 def _so_far(manifest: Manifest) -> dict[str, Any]:
-    """What `_before_the_file` goes back to."""
+    """The state that `_before_the_file` restores."""
     return {
         **{split: asdict(getattr(manifest, split)) for split in SPLITS},
         "empty_documents": manifest.empty_documents,
@@ -360,17 +362,17 @@ def _so_far(manifest: Manifest) -> dict[str, Any]:
 
 
 def _checksum(file: str, verified: Verified) -> str:
-    """The xxh3 of a source file, which is empty where there is no such file."""
+    """The xxh3 of a source file; empty if the file does not exist."""
     try:
         return verified.checksum(sources.key_of(file), Path(file))
     except FileNotFoundError:
         return ""
     except OSError as error:
-        raise DataError(f"{file} cannot be read ({error.strerror}): bring the file back as it was") from error
+        raise DataError(f"{file} cannot be read ({error.strerror}): restore the file") from error
 
 
 def _written(file: str) -> tuple[int, int] | None:
-    """The size of `file` and when it was last written; None where there is none."""
+    """Size and modification time of `file`; None if it does not exist."""
     found = stamp(Path(file))
     return None if found is None else (found.bytes, found.mtime_ns)
 
@@ -380,9 +382,9 @@ def _checking(files: Iterable[str]) -> Iterable[str]:
 
 
 class _Read:
-    """The checksums of the local source files that were read or begun, in a manifest.
+    """Records the checksums of local source files that were read or started, in a manifest.
 
-    In full, though a part would be faster: a byte may change anywhere, and reading is fast compared with tokenizing.
+    Whole files are hashed, because any byte may change, and reading is fast compared with tokenizing.
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
@@ -391,21 +393,24 @@ class _Read:
         self.written = {file: _written(file) for file in local}
 
     def count(self, reached: int) -> None:
-        """Those before number `reached`. Raises DataError where one of them changed while it was read."""
+        """Record the files before index `reached`. Raises DataError if one of them changed while it was read."""
         for file in _checking(list(self.manifest.source_files)[:reached]):
-            if file not in self.written:  # on the hub, or counted
+            if file not in self.written:  # on the hub, or already recorded
                 continue
             if file not in self.manifest.source_checksums:
                 self.manifest.source_checksums[file] = _checksum(file, self.verified)
             if _written(file) != self.written[file]:
-                raise DataError(f"{file} was changed while it was read: let nothing write to it, and prepare again")
+                raise DataError(
+                    f"{file} was changed while it was being read: stop whatever writes to it, and prepare again"
+                )
         for file in list(self.manifest.source_files)[: reached - 1]:
-            self.written.pop(file, None)  # read to its end
+            self.written.pop(file, None)  # read completely
         self.verified.keep()
 
 
 def _files_between(position: corpus.Position, file: int) -> int:
-    """How many files without documents were passed over from `position` to the first document of number `file`."""
+    """The number of files without documents that were skipped between `position` and the first document of file number
+    `file`."""
     return file - position["file"] - (position["document"] > 0) if file > position["file"] else 0
 
 
@@ -426,7 +431,7 @@ def _write_tokens(
     documents: Iterator[Document],
     limit: int | None,
 ) -> None:
-    """Append to the files from `manifest.position` on, keeping progress.json and `manifest` in step with them."""
+    """Append documents from `manifest.position` on, and keep progress.json and `manifest` up to date."""
     name = f"preparing {folder}"
     with ExitStack() as stack:
         writers = {split: stack.enter_context(_Writer(folder, split, manifest)) for split in SPLITS}
@@ -434,7 +439,7 @@ def _write_tokens(
         bar = stack.enter_context(
             tqdm(total=limit, initial=manifest.train.tokens, desc=name, unit=" tokens", unit_scale=True)
         )
-        if _is_read(manifest, limit):  # a kill came after the last document and before the manifest
+        if _is_read(manifest, limit):  # killed after the last document and before the manifest
             return
         chunks = encoding.encoded(corpus.chunks(documents), vocabulary, validation_fraction, manifest.token_dtype)
         for chunk in stack.enter_context(closing(chunks)):
@@ -471,19 +476,19 @@ def _write_tokens(
 
 
 def _is_read(manifest: Manifest, limit: int | None) -> bool:
-    """Whether the documents read so far are enough, also once the stream is cut."""
+    """Whether the documents read so far are enough, even after a cut."""
     left = manifest.train.tokens + manifest.validation.tokens - tokens_to_cut(manifest)
     return is_enough(manifest, limit) and (manifest.exhausted or (limit is not None and left >= limit))
 
 
 def _cut(folder: Path, manifest: Manifest, held_out: int) -> None:
-    """Make the last `held_out` tokens of the training documents, followed by the held-out ones, the validation split
-    and the tokens before them the training split: on disk and in `manifest`."""
+    """Cut the stream of training documents followed by held-out ones, on disk and in `manifest`: its last `held_out`
+    tokens become the validation split, the others the training split."""
     train, validation = manifest.train, manifest.validation
     kept = train.tokens + validation.tokens - held_out
     paths = {(split, kind): folder / f"{split}.{kind}" for split in SPLITS for kind in ("tokens", "documents")}
 
-    # One of the two is empty: the training tokens from the cut on, or the held-out ones before the cut.
+    # Either the training tokens after the cut or the held-out tokens before the cut are empty.
     itemsize = np.dtype(manifest.token_dtype).itemsize
     after = np.fromfile(paths["train", "tokens"], manifest.token_dtype, offset=min(kept, train.tokens) * itemsize)
     held = np.fromfile(paths["validation", "tokens"], manifest.token_dtype)
@@ -492,7 +497,7 @@ def _cut(folder: Path, manifest: Manifest, held_out: int) -> None:
     starts = np.concatenate([of_train, of_held + train.tokens])
     train_starts, held_starts = starts[starts < kept], starts[starts >= kept] - kept
     if len(held_starts) == 0 or held_starts[0] > 0:
-        held_starts = np.insert(held_starts, 0, 0)  # the rest of the document that the cut goes through
+        held_starts = np.insert(held_starts, 0, 0)  # the rest of the document at the cut
 
     _replace_end(paths["train", "tokens"], min(kept, train.tokens), before)
     _replace_end(paths["validation", "tokens"], 0, np.concatenate([after, held[len(before) :]]))
@@ -504,7 +509,7 @@ def _cut(folder: Path, manifest: Manifest, held_out: int) -> None:
 
 
 def _replace_end(path: Path, kept: int, values: np.ndarray) -> None:
-    """Let the file at `path` hold its first `kept` numbers, and after them `values`."""
+    """Truncate the file at `path` to its first `kept` numbers, and append `values`."""
     with regular.to_write(path, "r+b") as file:
         file.truncate(kept * values.itemsize)
         file.seek(0, os.SEEK_END)
@@ -515,16 +520,16 @@ def _replace_end(path: Path, kept: int, values: np.ndarray) -> None:
 
 def _too_short(manifest: Manifest) -> str:
     total, longest = manifest.train.tokens + manifest.validation.tokens, longest_sequence(manifest)
-    remedy = f"shorten training.sequence_length to {longest} at most, or give more text"
+    remedy = f"shorten training.sequence_length to at most {longest}, or give more text"
     return (
-        f"the text is {total:,} tokens long, and training.sequence_length {manifest.sequence_length} needs a block of"
-        f" {manifest.sequence_length + 1:,} tokens to train on and another to hold out:"
+        f"the text is {total:,} tokens long, but training.sequence_length {manifest.sequence_length} needs a block of"
+        f" {manifest.sequence_length + 1:,} tokens to train on and another one to hold out:"
         f" {remedy if longest >= 1 else 'give more text'}"
     )
 
 
 def _remove(folder: Path, made: list[Path]) -> None:
-    """Take away what a preparation wrote to `folder`, which is locked, and those of the folders `made` for it."""
+    """Remove what a preparation wrote to the locked `folder`, and the folders `made` for it."""
     shutil.rmtree(folder / "tokenizer", ignore_errors=True)
     written = [f"{split}.{kind}" for split in SPLITS for kind in ("tokens", "documents")]
     for name in [*written, "progress.json", VERIFIED, "lock"]:
@@ -532,12 +537,12 @@ def _remove(folder: Path, made: list[Path]) -> None:
     for path in made or [folder]:
         try:
             path.rmdir()
-        except OSError:  # it holds something else
+        except OSError:  # not empty
             return
 
 
 def _sizes(split: str, manifest: Manifest) -> dict[str, int]:
-    """The bytes of one split's files."""
+    """The sizes of one split's files."""
     counts: Split = getattr(manifest, split)
     return {
         f"{split}.tokens": counts.tokens * manifest.token_bytes,
@@ -546,7 +551,7 @@ def _sizes(split: str, manifest: Manifest) -> dict[str, int]:
 
 
 class _Writer:
-    """Appends documents to one split's files; counts them, and keeps the files' checksums, in the manifest."""
+    """Appends documents to one split's files, and maintains their counts and checksums in the manifest."""
 
     def __init__(self, folder: Path, split: str, manifest: Manifest) -> None:
         self.counts: Split = getattr(manifest, split)
@@ -561,8 +566,8 @@ class _Writer:
             regular.to_write(path, "ab").close()
             if path.stat().st_size < size:
                 raise DataError(
-                    f"{path} has {path.stat().st_size:,} bytes and {folder}/progress.json says {size:,}:"
-                    f" delete {folder} and start again"
+                    f"{path} has {path.stat().st_size:,} bytes, but {folder}/progress.json says {size:,}: delete"
+                    f" {folder} and prepare again"
                 )
             self.digests[name] = digest_of(path, size)
             written = {"bytes": size, "xxh3": self.digests[name].hexdigest()}
@@ -576,7 +581,7 @@ class _Writer:
 
     def __exit__(self, *_: object) -> None:
         for file in self.files.values():
-            with suppress(OSError):  # of a full disk, once more: `flush` has raised it, or brought all to disk
+            with suppress(OSError):  # a full disk again: `flush` has raised it already, or has written everything
                 file.close()
 
     def append(self, document: np.ndarray) -> None:
@@ -586,7 +591,7 @@ class _Writer:
         self.counts.tokens += len(document)
 
     def flush(self) -> None:
-        """Bring everything appended so far to disk."""
+        """Sync everything appended so far to disk."""
         tokens = np.concatenate([np.empty(0, self.dtype), *self.tokens])
         contents = tokens.tobytes(), np.array(self.starts, DOCUMENT_DTYPE).tobytes()
         self.tokens, self.starts = [], []
@@ -600,7 +605,7 @@ class _Writer:
 
 @contextmanager
 def _writing(folder: Path, limit: int | None, made: list[Path]) -> Iterator[None]:
-    """What cannot be written, as on a full disk, is a DataError; where no document was prepared, nothing is left."""
+    """Convert write errors, such as a full disk, to DataError; if no document was prepared, leave nothing behind."""
     try:
         yield
     except OSError as error:
@@ -608,25 +613,25 @@ def _writing(folder: Path, limit: int | None, made: list[Path]) -> Iterator[None
         tokens = progress.train.tokens if progress is not None else 0
         done = "prepare again"
         if (folder / "manifest.json").exists() or (progress is not None and progress.position != corpus.START):
-            done = f"the same command goes on, after the {tokens:,} training tokens that are there"
+            done = f"run the same command again: it continues after the {tokens:,} training tokens that are there"
         elif progress is None or not progress.extends:
             _remove(folder, made)
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise DataError(f"data.path={folder} cannot be written: {error}. Mend that, and {done}") from error
+            raise DataError(f"data.path={folder} cannot be written: {error}. Fix that, and {done}") from error
         parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         free = f"{shutil.disk_usage(parent).free / 2**20:,.0f} MiB are free there"
         if limit is not None and progress is not None and limit > tokens:
             needed = (limit - tokens) * progress.token_bytes / 2**20
-            free += f" and the other {limit - tokens:,} training tokens take about {needed:,.0f} MiB"
+            free += f", and the remaining {limit - tokens:,} training tokens take about {needed:,.0f} MiB"
         raise DataError(
-            f"data.path={folder} cannot be written, for the disk is full ({error.strerror}): {free}. Make room, and"
-            f" {done}"
+            f"data.path={folder} cannot be written because the disk is full ({error.strerror}): {free}. Free some"
+            f" space, and {done}"
         ) from error
 
 
 @contextmanager
 def _exclusive(folder: Path) -> Iterator[None]:
-    """One process at a time prepares `folder`; the system releases the lock of a killed one."""
+    """Lock `folder` so that one process at a time prepares it; the system releases the lock of a killed process."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = regular.to_write(folder / "lock", "w")

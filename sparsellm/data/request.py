@@ -1,4 +1,4 @@
-"""What a configuration asks of prepared tokens: how many, made from what, and the command that prepares them."""
+"""What a configuration requires of prepared tokens: how many, from which text, and the command that prepares them."""
 
 import json
 import platform
@@ -19,7 +19,7 @@ from sparsellm.hf import hub
 
 @dataclass(frozen=True)
 class Request:
-    """The tokens that a run asks for. What is wrong with something is a list of sentences, each with its remedy."""
+    """The tokens that a run asks for. Methods named *_mistakes return a list of messages, each with its remedy."""
 
     data: DataConfig
     training: TrainingConfig
@@ -32,9 +32,9 @@ class Request:
 
     @property
     def token_limit(self) -> int | None:
-        """How many training tokens to prepare: data.max_tokens, or what the experiment reads.
+        """The number of training tokens to prepare: data.max_tokens, or what the experiment reads.
 
-        None is all: the default of the embedded corpus, which costs seconds.
+        None means all: the default for the embedded corpus, which takes seconds.
         """
         data, training = self.data, self.training
         if data.max_tokens is not None:
@@ -45,7 +45,7 @@ class Request:
 
     @property
     def recipe(self) -> dict[str, Any]:
-        """The keys that decide which tokens are prepared, and their values."""
+        """The keys and values that decide which tokens are prepared."""
         data = self.data
         keys: tuple[str, ...] = {
             Source.stdlib_docs: ("tokenizer_vocab_size",),
@@ -62,29 +62,28 @@ class Request:
 
     @property
     def tokenizer_key(self) -> str:
-        """Which key names the tokenizer: where data.tokenizer is that of init_from, the latter was typed."""
+        """The key that gave the tokenizer: init_from if data.tokenizer follows from it."""
         own = self.init_from is not None and self.data.tokenizer == self.init_from
         return "init_from" if own else tokenizer.KEY
 
     def recipe_mistakes(self, manifest: Manifest, folder: Path | None = None) -> list[str]:
-        """What `manifest`, which lies in `folder` or else in data.path, was made with that this does not ask for."""
+        """Differences between the recipe of `manifest` (in `folder`, default data.path) and this request."""
         made, asked = manifest.recipe, self.recipe
         differences = [
-            f"{key} was {made.get(key)!r} and is {asked.get(key)!r} now"
+            f"{key} was {made.get(key)!r}, now it is {asked.get(key)!r}"
             for key in sorted(made.keys() | asked.keys())
             if made.get(key) != asked.get(key)
         ]
         if manifest.bad_records and not self.data.skip_bad_records:
             differences.append(
-                f"data.skip_bad_records=true passed over {manifest.bad_records:,} records that cannot be read, and is"
-                " false now"
+                f"data.skip_bad_records=true skipped {manifest.bad_records:,} unreadable records, now it is false"
             )
         if not differences:
             return []
         return [
-            f"{folder or self.data.path} was prepared from something else ({'; '.join(differences)}):"
-            " set that back, give this corpus a folder of its own (data.name=NAME is data/NAME, or data.path), or"
-            " delete the folder"
+            f"{folder or self.data.path} was prepared with other settings ({'; '.join(differences)}): restore them,"
+            " choose another folder for this corpus (data.name=NAME means data/NAME, or data.path), or delete the"
+            " folder"
         ]
 
     def block_mistakes(self, manifest: Manifest) -> list[str]:
@@ -94,19 +93,18 @@ class Request:
             return []
         remedies = []
         if (fits := min(train.tokens, validation.tokens) - 1) >= 1:
-            remedies.append(f"shorten training.sequence_length to {fits} at most")
+            remedies.append(f"shorten training.sequence_length to at most {fits}")
         if not manifest.exhausted or length <= longest_sequence(manifest):
-            remedies.append("prepare the text for this length in another folder, by another data.path")
+            remedies.append("prepare the text for this length in another data.path")
         else:
             remedies.append("give more text, with another data.path")
         return [
-            f"data.path={self.data.path} holds {train.tokens:,} training and {validation.tokens:,} held-out"
-            f" tokens, and a block of training.sequence_length {length} takes {length + 1:,} of each:"
-            f" {', or '.join(remedies)}"
+            f"data.path={self.data.path} holds {train.tokens:,} training and {validation.tokens:,} held-out tokens, but"
+            f" a block of training.sequence_length {length} takes {length + 1:,} of each: {', or '.join(remedies)}"
         ]
 
     def vocabulary_mistakes(self, vocab_size: int) -> list[str]:
-        """Whether the tokenizer has ids that the model has no row for."""
+        """Whether the tokenizer has ids outside the model's vocabulary."""
         data, rows = self.data, self.vocab_size
         if vocab_size <= rows:
             return []
@@ -117,20 +115,20 @@ class Request:
             name = f"the tokenizer of {self.tokenizer_key}={data.tokenizer}"
             remedy = "use a smaller tokenizer"
             if data.source == Source.files and not data.streaming:
-                remedy = f"have one trained on the text (data.tokenizer=null data.tokenizer_vocab_size={rows})"
+                remedy = f"train one on the text (data.tokenizer=null data.tokenizer_vocab_size={rows})"
         if self.init_from is not None:
             return [
-                f"{name} has {vocab_size:,} ids and the model of init_from={self.init_from} {rows:,}: the two"
-                " must be of one model, whose tokenizer your own texts get by themselves (data=files"
+                f"{name} has {vocab_size:,} ids, but the model of init_from={self.init_from} has {rows:,}: they should"
+                " belong together; your own texts use the model's tokenizer by default (data=files"
                 " data.files=[PATTERN,...])"
             ]
         return [
-            f"{name} has {vocab_size:,} ids and model.vocab_size is {rows:,}: choose a model with a row for each (its"
-            f" experiment=NAME, or model.vocab_size={vocab_size}), or {remedy}"
+            f"{name} has {vocab_size:,} ids, but model.vocab_size is {rows:,}: choose a model with a larger vocabulary"
+            f" (its experiment=NAME, or model.vocab_size={vocab_size}), or {remedy}"
         ]
 
     def source_mistakes(self) -> list[str]:
-        """Missing files, and a tokenizer that is missing, cannot be read or has more ids than the model has rows."""
+        """Missing files, and a tokenizer that is missing, unreadable or larger than the model's vocabulary."""
         data = self.data
         found = corpus.local_files(data.files)[1] if data.source == Source.files else []
         if data.tokenizer is None:
@@ -146,7 +144,7 @@ class Request:
         return found
 
     def changed_tokenizer_mistakes(self, manifest: Manifest) -> list[str]:
-        """Whether a local tokenizer is not the one that the tokens were made with."""
+        """Whether a local tokenizer differs from the one with which the tokens were made."""
         name = self.data.tokenizer
         if name is None or manifest.recipe.get(tokenizer.KEY) != name or not Path(name).expanduser().exists():
             return []
@@ -158,14 +156,14 @@ class Request:
             return []
         return [
             f"the tokenizer of {self.tokenizer_key}={name} has changed since {self.data.path} was prepared:"
-            " bring it back, or choose another data.path and prepare again"
+            " restore it, or choose another data.path and prepare again"
         ]
 
     def command(self, typed: Sequence[str] = ()) -> str:
-        """The command line that prepares these tokens.
+        """The command that prepares these tokens.
 
-        Of the overrides `typed` that the configuration was composed from, if these are given, those without which it
-        would be another one; otherwise every value that matters.
+        With `typed`, the overrides that the configuration was composed from: only those that matter. Otherwise every
+        value that matters.
         """
         overrides = wanted = self._overrides()
 
@@ -181,15 +179,15 @@ class Request:
         return shlex.join(["python", "-m", "sparsellm.prepare_data", *overrides])
 
     def _overrides(self) -> list[str]:
-        """What preparation looks at, whatever choices the configuration was composed from."""
-        # data=files adds its name and source to the defaults, so what differs from the defaults says it all.
+        """Overrides for every value that preparation uses."""
+        # data=files only adds its name and source to the defaults, so the differences from the defaults are complete.
         data, default = self.data, DataConfig(name="files", source=Source.files)
         keys = ["name", "source", *(key.removeprefix("data.") for key in self.recipe if key.startswith("data."))]
         keys.append("skip_bad_records")
         keys = [key for key in dict.fromkeys(keys) if getattr(data, key) != getattr(default, key)]
         overrides = [_override(f"data.{key}", getattr(data, key)) for key in [*keys, "path"]]
         overrides.append(_override("data.max_tokens", self.token_limit))
-        # Of the model and the training, what preparation looks at: the command composes another experiment.
+        # Values of the model and the training that preparation uses, because the command composes another experiment.
         overrides.append(_override("model.vocab_size", self.vocab_size))
         overrides.append(_override("training.sequence_length", self.training.sequence_length))
         return ["data=files", *overrides]

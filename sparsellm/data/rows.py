@@ -67,8 +67,8 @@ def rows(file: str, text_column: str) -> Iterator[Row]:
         raise
     except UNREADABLE as error:
         raise DataError(
-            f"{file} cannot be read as {reader}: {' '.join(str(error).split())}. Bring back a whole copy of the file,"
-            " or leave the file out"
+            f"{file} cannot be read as {reader}: {' '.join(str(error).split())}. Restore an intact copy of the file, or"
+            " leave the file out"
         ) from error
 
 
@@ -77,17 +77,17 @@ def reader_of(files: Sequence[str]) -> str:
     kinds = {ending(file) for file in files}
     if unknown := kinds - READERS.keys():
         raise DataError(
-            f"files ending in {', '.join(sorted(unknown)) or 'nothing'} cannot be read: the ends of names must be one"
-            f" of {', '.join(READERS)}, or of these but .parquet with {', '.join(COMPRESSIONS)} behind it. {_REMEDY}"
+            f"files ending in {', '.join(sorted(unknown)) or 'nothing'} cannot be read: the suffix should be one of"
+            f" {', '.join(READERS)}, optionally (except .parquet) followed by {', '.join(COMPRESSIONS)}. {_REMEDY}"
         )
     readers = {READERS[kind] for kind in kinds}
     if len(readers) != 1:
-        raise DataError(f"the files are of several kinds ({', '.join(sorted(kinds))}): give one kind at a time")
+        raise DataError(f"the files have several formats ({', '.join(sorted(kinds))}): give files of one format")
     return readers.pop()
 
 
 _REMEDY = (
-    'Unpack archives; convert other files, as with python -c "import datasets;'
+    'Unpack archives; convert other files, for example with python -c "import datasets;'
     " datasets.Dataset.from_csv('FILE.csv').to_parquet('FILE.parquet')\" (or Dataset.from_file for .arrow)"
 )
 
@@ -120,7 +120,7 @@ def _unpacked(file: str) -> io.BufferedReader:
     start = stream.peek(4)
     for mark, name in WIDE.items():
         if start.startswith(mark):
-            raise DataError(f"{file} is {name}, and should be UTF-8: {_convert(file, name)}")
+            raise DataError(f"{file} is {name}: it should be UTF-8; {_convert(file, name)}")
     return stream
 
 
@@ -158,8 +158,8 @@ def _parquet(file: str, text_column: str) -> Iterator[Row]:
             raise DataError(_no_column(file, text_column, texts))
         if not _is_text(kinds[text_column]):
             raise DataError(
-                f"data.text_column {text_column!r} of {file} holds {kinds[text_column]}: it must hold text; set"
-                " data.text_column to another one, or write the text to a column of its own"
+                f"data.text_column {text_column!r} of {file} holds {kinds[text_column]}: it should hold text; set"
+                " data.text_column to another one, or write the text to a separate column"
             )
         names = [text_column, *(name for name in LICENCE_COLUMNS if name in kinds and name != text_column)]
         number = 0
@@ -218,7 +218,7 @@ def _head(records: Iterator[_Record], file: str, text_column: str) -> Iterator[R
     if not isinstance(found := seen.get(text_column), str | None):
         remedy = _lifted(file, text_column, found) or "set data.text_column to another one"
         raise DataError(
-            f"data.text_column {text_column!r} of {file} holds {_named(found)}: it must hold text; {remedy}"
+            f"data.text_column {text_column!r} of {file} holds {_named(found)}: it should hold text; {remedy}"
         )
     return iter(head)
 
@@ -268,9 +268,9 @@ def _line(line: bytes, number: int, file: str, text_column: str) -> _Record | No
     except (ValueError, RecursionError) as error:
         reason = _reason(error) if broken is None else _not_utf8(broken, file)
         if value is None and not line.endswith(b"\n"):
-            reason += "; the file ends here, perhaps too early"
+            reason += "; the file ends here and may be truncated"
         elif value is None and content.strip() in (b"{", b"["):
-            reason += f"; a line must hold all of a record (jq -c . {file} > NEW)"
+            reason += f"; each line should hold a whole record (jq -c . {file} > NEW)"
         row = Row(None, fault=f"line {number}: {reason}")
     return _Record(row, value, len(line))
 
@@ -278,10 +278,10 @@ def _line(line: bytes, number: int, file: str, text_column: str) -> _Record | No
 def _row(value: Any, text_column: str) -> Row:
     """Raises ValueError if `value` is not a record with a text."""
     if not isinstance(value, dict):
-        raise ValueError(f"it holds {_named(value)}, and should hold an object")
+        raise ValueError(f"it holds {_named(value)}: it should hold an object")
     text = value.get(text_column)
     if not isinstance(text, str | None):
-        raise ValueError(f"{text_column!r} holds {_named(text)}, and should hold text")
+        raise ValueError(f"{text_column!r} holds {_named(text)}: it should hold text")
     licence = _licence(value.get(name) for name in LICENCE_COLUMNS if name != text_column)
     for found in (text, licence):
         if found is not None and not found.isascii():
@@ -296,9 +296,9 @@ def _licence(values: Any) -> str | None:
 
 def _reason(error: Exception) -> str:
     if isinstance(error, UnicodeEncodeError):
-        return f"half of a surrogate pair ({ascii(error.object[error.start])[1:-1]}) stands alone in it"
+        return f"it contains an unpaired surrogate ({ascii(error.object[error.start])[1:-1]})"
     if isinstance(error, json.JSONDecodeError):
-        return f"it is no JSON from column {error.colno} on ({error.msg})"
+        return f"it is not JSON from column {error.colno} on ({error.msg})"
     return f"its JSON cannot be read ({error})" if isinstance(error, RecursionError) else str(error)
 
 
@@ -326,4 +326,4 @@ def _lifted(file: str, name: str, value: Any) -> str | None:
     inner = next((key for key, found in fields if isinstance(found, str)), None)
     if inner is None:
         return None
-    return f"write {name}.{inner} to a column of its own (jq -c '{{text: .{name}.{inner}}}' {file} > NEW.jsonl)"
+    return f"write {name}.{inner} to a separate column (jq -c '{{text: .{name}.{inner}}}' {file} > NEW.jsonl)"

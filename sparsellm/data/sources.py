@@ -25,7 +25,7 @@ def changes(manifest: Manifest, folder: Path) -> list[str]:
     try:
         others = [file for file in there if _is_changed(file, manifest, folder, verified)]
     except OSError as error:
-        return [f"{error.filename} cannot be read ({error.strerror}): mend that, or take the file away"]
+        return [f"{error.filename} cannot be read ({error.strerror}): fix that, or remove the file"]
     verified.keep()
     gone = [file for file in read if file not in there]
     found = [
@@ -43,8 +43,8 @@ def changes(manifest: Manifest, folder: Path) -> list[str]:
 def refusal(change: str, folder: Path) -> str:
     """The message `change` from `changes`, with its remedy."""
     return (
-        f"{change}, whose tokens are those of the text as it was: prepare the text as it is into a folder of its own"
-        f" (another data.name), delete {folder} and prepare again, or bring the text back as it was"
+        f"{change}, so its tokens are those of the old text: prepare the current text in another folder (another"
+        f" data.name), delete {folder} and prepare again, or restore the old text"
     )
 
 

@@ -35,8 +35,8 @@ from sparsellm.system.console import warn
 
 GROUP_BLOCKS = 1024
 _REMEDY = (
-    "prepare the tokens first (`python -m sparsellm.prepare_data` with data.streaming=false), for then the end of the"
-    " text is held out where whole documents are too few"
+    "prepare the tokens first (`python -m sparsellm.prepare_data` with data.streaming=false): then the end of the text"
+    " is held out if there are too few documents"
 )
 
 
@@ -63,8 +63,9 @@ class TokenStream:
     def __post_init__(self) -> None:
         if len(self.files) < self.world_size:
             raise DataError(
-                f"data.streaming=true deals out whole files, and there are {len(self.files)} for {self.world_size}"
-                " ranks: split them into more, use fewer ranks, or prepare the data and set data.streaming=false"
+                f"data.streaming=true gives each rank whole files, but there are {len(self.files)} files for"
+                f" {self.world_size} ranks: split them into more files, use fewer ranks, or prepare the data and set"
+                " data.streaming=false"
             )
 
     def validation(self, samples: int) -> torch.Tensor:
@@ -80,7 +81,7 @@ class TokenStream:
                 break
         if found <= length:
             raise DataError(
-                f"the stream holds {found:,} validation tokens, less than one block of {length + 1:,}: {_REMEDY}"
+                f"the stream has {found:,} validation tokens, fewer than one block of {length + 1:,}: {_REMEDY}"
             )
         return torch.from_numpy(_blocks(np.concatenate(pieces), length)[:samples].copy())
 
@@ -144,7 +145,7 @@ class TokenStream:
         others |= {name for name in sizes if sizes[name] != self.files.get(name)}
         # For hub files, and states without sizes, only the digest can tell.
         if added or (not others and state["files"] != self._files_digest() and not sizes):
-            detail = f" ({sources.names(added)} came later)" if added else ""
+            detail = f" ({sources.names(added)} added later)" if added else ""
             raise DataError(_other("files", state["files"], f"{self._files_digest()}{detail}"))
         if not others:
             return stream, state
@@ -156,14 +157,14 @@ class TokenStream:
         read = {name for names in orders.values() for name in names} | set(order[:place])
         if changed := sorted(name for name in read & others if name not in passed_over):
             raise DataError(
-                f"{sources.names(changed)}: of another content, or gone, since the run has read"
-                f" {'it' if len(changed) == 1 else 'them'} to the end: bring {'it' if len(changed) == 1 else 'them'}"
-                " back, or begin a new run with run.restart=true"
+                f"{sources.names(changed)} changed or disappeared after the run had read"
+                f" {'it' if len(changed) == 1 else 'them'} completely: restore {'it' if len(changed) == 1 else 'them'},"
+                " or start a new run with run.restart=true"
             )
         if self.rank == 0:
             warn(
-                f"{sources.names(sorted(others))} changed or went before the run had read them to the end: it goes on"
-                " with what is there now"
+                f"{sources.names(sorted(others))} changed or disappeared before the run had read them completely: it"
+                " continues with the current files"
             )
         position = {**state, "file": sum(name not in gone for name in order[:place])}
         if not others.isdisjoint(stream._of_group(state, order[place:])):
@@ -171,8 +172,8 @@ class TokenStream:
             position |= {"skip_tokens": 0, "given": 0} | ({"document": 0} if current in others else {})
             warn(
                 f"rank {self.rank}: the sequences since document {position['document']} of"
-                f" {current if current not in gone else 'the file behind it'} are made again, about {again:,} tokens"
-                " before the ones that come next"
+                f" {current if current not in gone else 'the file after it'} are repeated, about {again:,} tokens,"
+                " before new ones follow"
             )
         return stream, position
 
@@ -231,7 +232,7 @@ class TokenStream:
                 yield {"epoch": epoch, **where}, [epoch, last], tokens
             if files and total == 0 and start == corpus.START:
                 raise DataError(
-                    f"the files of rank {self.rank} in epoch {epoch} hold no document to train on:"
+                    f"the files of rank {self.rank} in epoch {epoch} contain no document to train on:"
                     f" remove empty files, lower data.validation_fraction, or {_REMEDY}"
                 )
             start = corpus.START
@@ -256,8 +257,8 @@ class TokenStream:
 
 def _other(key: str, before: object, now: object) -> str:
     return (
-        f"the data position was saved with {key} {before} and {key} is {now} now: a stream goes on only with the same"
-        " ranks, files and tokenizer; bring them back, or begin a new run with run.restart=true"
+        f"the data position was saved with {key} {before}, but {key} is now {now}: a stream resumes only with the same"
+        " ranks, files and tokenizer; restore them, or start a new run with run.restart=true"
     )
 
 

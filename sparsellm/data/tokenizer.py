@@ -43,14 +43,16 @@ def load(name: str, key: str = KEY) -> Vocabulary:
     configuration key of `name`, for messages. Raises DataError."""
     path, given = Path(name).expanduser(), _given(key, name)
     here = path.exists()
-    what = "cannot be loaded" if here else "is no folder here, and no tokenizer of that name is read from the hub"
+    what = (
+        "cannot be loaded" if here else "is not a local folder, and no tokenizer of that name can be read from the hub"
+    )
     try:
         if here:
             file = _file_in(path) if path.is_dir() else path
             if not file.is_file():
                 raise DataError(
-                    f"{given} is not there, for the folder has no {_FILE}: copy that file into it, or have transformers"
-                    " write one (AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER))"
+                    f"{given} is missing: the folder has no {_FILE}. Copy that file into it, or let transformers write"
+                    " one (AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER))"
                 )
             vocabulary = _vocabulary(file, given, file.parent.joinpath)
         else:
@@ -62,8 +64,8 @@ def load(name: str, key: str = KEY) -> Vocabulary:
         raise
     except Exception as error:  # from the tokenizers library, which raises bare Exception, or the hub
         raise DataError(
-            f"{given} {what} ({' '.join(str(error).split())}): give a folder with {_FILE}, which needs no"
-            " network, or the name of a repository on the hub"
+            f"{given} {what} ({' '.join(str(error).split())}): give a folder with {_FILE} or the name of a repository"
+            " on the hub"
         ) from error
     return _ours(vocabulary)
 
@@ -78,7 +80,7 @@ def _ours(vocabulary: Vocabulary) -> Vocabulary:
         if added is not None and not added.special:
             flags = {name: getattr(added, name) for name in ("single_word", "lstrip", "rstrip", "normalized")}
             tokenizer.add_special_tokens([AddedToken(token, **flags, special=True)])
-            changes.append(f"{token} is a special token now, so that a text that spells it out does not end there")
+            changes.append(f"{token} is now a special token, so that a text that spells it out does not end there")
     return replace(vocabulary, found=found, changes=tuple(changes)) if changes else vocabulary
 
 
@@ -99,7 +101,9 @@ def _vocabulary(file: Path, given: str, find: Callable[[str], Path]) -> Vocabula
     try:
         tokenizer = tokenizer_file.load(file)
     except tokenizer_file.BrokenTokenizer as error:
-        raise DataError(f"{given} cannot be loaded, for {file} is damaged: {error}; bring back a whole copy") from error
+        raise DataError(
+            f"{given} cannot be loaded because {file} is damaged: {error}; restore an intact copy"
+        ) from error
     # Settings for other uses, which would silently truncate or pad documents.
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -118,13 +122,13 @@ def _end_of_text(tokenizer: Tokenizer, given: str, find: Callable[[str], Path]) 
     path, token = _named("eos_token", map(find, _ROLES))
     if token is None:
         raise DataError(
-            f"{given} has no {END_OF_TEXT}, and neither {' nor '.join(_ROLES)} beside its {_FILE} names an eos_token,"
-            f' one of which ends every document: name a token of {_FILE} in {_CONFIG} ("eos_token": "TOKEN")'
+            f"{given} has no {END_OF_TEXT}, and neither {' nor '.join(_ROLES)} in its folder defines an eos_token,"
+            f' to end every document: define a token of {_FILE} in {_CONFIG} ("eos_token": "TOKEN")'
         )
     if not isinstance(token, str) or tokenizer.token_to_id(token) is None:
         raise DataError(
-            f"{path} names {token!r} as eos_token, which ends every document of {given}, and it is no token of {_FILE}:"
-            " name one that is"
+            f"{path} defines eos_token as {token!r}, which ends every document of {given}, but {_FILE} has no such"
+            " token: define one that it has"
         )
     return token
 
@@ -152,8 +156,8 @@ def _on_the_hub(name: str, given: str, file: str) -> Path:
         return Path(name, file)
     except LocalEntryNotFoundError as error:
         raise DataError(
-            f"{given}: its {file}, which names the tokens that begin and end a text, is not among the hub's copies"
-            f" on this machine: connect it once, or give a folder with {_FILE} and {_CONFIG}"
+            f"{given}: its {file}, which defines the tokens that begin and end a text, is not cached on this machine:"
+            f" connect it once, or give a folder with {_FILE} and {_CONFIG}"
         ) from error
 
 
@@ -281,7 +285,9 @@ def _spelled(tokenizer: Tokenizer, special: int) -> list[int]:
         first, second = _made(tokenizer, text[:middle]), _made(tokenizer, text[middle:])
         if first and second and special not in first + second:
             return first + second
-    raise DataError(f"a text spells out {text}, which this tokenizer cannot take for text: take it out of the text")
+    raise DataError(
+        f"a text spells out {text}, which this tokenizer cannot encode as plain text: remove it from the text"
+    )
 
 
 def _made(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -1,20 +1,20 @@
-"""Ranks, their devices, and the process groups: one of every process, torchrun or not.
+"""Ranks, their devices, and their process groups, with or without torchrun.
 
-A single process forms a group of one, so that no caller distinguishes the two cases. Checkpoints are written by a
-thread while training goes on, so they have a CPU group of their own: collectives of two threads must not share one.
+A single process forms a group of one, so that callers need not distinguish the two cases. Checkpoints are written by a
+background thread and use a separate CPU group, because two threads must not share a group for collectives.
 
     gather(value)        every rank's value
-    first_error(error)   the error of the first rank that has one: all go on, or none
-    on_main(ranks, work) the main rank's result; where the main rank fails, no rank goes on
-    agreed(found, view)  before there is a group: what keeps a rank of any node from going on
-    require_shared(...)  what all ranks must see alike, in files that the nodes share
-    whole(tensor)        a tensor that ranks hold in shards, in one piece on each of them
+    first_error(error)   the error of the first rank that has one: all ranks continue, or none
+    on_main(ranks, work) the main rank's result; if the main rank fails, no rank continues
+    agreed(found, view)  before the group exists: the mistakes found on any node
+    require_shared(...)  check that all ranks see the same content of shared files
+    whole(tensor)        gather a sharded tensor on each rank
 
-So ranks agree, and nothing else of this package exchanges objects. Sums of numbers that a step waits for anyway carry
-more: whether a rank was asked to stop comes with the row of a logged step (runs/metrics.py).
+Nothing else in this package exchanges objects. A stop request travels with a reduction that a step needs anyway: the
+row of a logged step (runs/metrics.py).
 
-A rank that ends or hangs ends all others through their lifelines (lifeline.py), from their first word to one another
-until they leave the group.
+A rank that ends or hangs ends all others through their lifelines (lifeline.py), from rendezvous until they leave the
+group.
 """
 
 import json
@@ -36,18 +36,18 @@ from sparsellm.distributed.lifeline import ARRIVAL, PATIENCE, Lifeline, RanksMis
 from sparsellm.system.console import say, warn
 from sparsellm.system.errors import SparsellmError
 
-TIMEOUT = timedelta(seconds=PATIENCE)  # of collectives; lifelines end ranks sooner, and with a sentence
+TIMEOUT = timedelta(seconds=PATIENCE)  # of collectives; lifelines end ranks sooner, with an explanation
 
 
 T = TypeVar("T")
 
 
 class MainRankFailed(RuntimeError):
-    """Raised on the other ranks when the main rank cannot go on; the main rank says why."""
+    """Raised on the other ranks when the main rank failed; the main rank reports why."""
 
 
 class NotShared(SparsellmError, RuntimeError):
-    """Raised alike on all ranks when some do not see the files that the main rank sees."""
+    """Raised on all ranks when some do not see the same files as the main rank."""
 
 
 @dataclass(frozen=True)
@@ -56,34 +56,34 @@ class Ranks:
     local_rank: int
     world_size: int
     device: torch.device
-    checkpoint_group: dist.ProcessGroup  # gloo, for the thread that writes checkpoints
+    checkpoint_group: dist.ProcessGroup  # gloo, for the checkpoint-writing thread
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
     def say(self, text: str) -> None:
-        """On the main rank: a line on stderr."""
+        """Print a line on stderr, on the main rank only."""
         if self.is_main:
             say(text)
 
 
 def device_type(choice: str) -> str:
-    """ "cuda" or "cpu", for "auto", "cuda" or "cpu": auto is a GPU where there is one."""
+    """ "cuda" or "cpu", for "auto", "cuda" or "cpu"; auto means a GPU if there is one."""
     return ("cuda" if torch.cuda.is_available() else "cpu") if choice == "auto" else choice
 
 
 def world_size_from_environment() -> int:
-    """The number of ranks that torchrun announces; 1 without it."""
+    """The number of ranks that torchrun started; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 @contextmanager
 def process_group(device_type: str, connect: bool = True) -> Iterator[Ranks]:
-    """Join the ranks that torchrun started (or form a group of one), and leave them at the end.
+    """Join the ranks that torchrun started (or form a group of one), and leave the group on exit.
 
-    `device_type` is "cpu" or "cuda"; with "cuda" each rank of a node has a GPU of its own. connect: NCCL connects the
-    GPUs now, and not at the first collective of their tensors, if there is one.
+    `device_type` is "cpu" or "cuda"; with "cuda" each rank of a node has its own GPU. connect: let NCCL connect the
+    GPUs now instead of at the first collective on GPU tensors.
     """
     rank, local_rank = _rank(), int(os.environ.get("LOCAL_RANK", "0"))
     world_size = world_size_from_environment()
@@ -100,7 +100,7 @@ def process_group(device_type: str, connect: bool = True) -> Iterator[Ranks]:
         )  # fmt: skip
         yield Ranks(rank, local_rank, world_size, device, dist.new_group(backend="gloo", timeout=TIMEOUT))
     except BaseException as error:
-        if type(error) is RuntimeError or isinstance(error, dist.DistError):  # as of a collective
+        if type(error) is RuntimeError or isinstance(error, dist.DistError):  # for example from a collective
             explain_failure()
         leave(error)
         raise
@@ -111,13 +111,13 @@ def process_group(device_type: str, connect: bool = True) -> Iterator[Ranks]:
 
 
 def explain_failure() -> None:
-    """Of a collective that failed on this rank: if another rank's end is why, end this process with a sentence."""
+    """After a failed collective: if it failed because another rank ended, report that and end this process."""
     if _lifeline is not None:
         _lifeline.explain()
 
 
 def leave(error: BaseException | None = None) -> None:
-    """Tell the other ranks, if this one has met them, that it ends in order, or of what. They go on, or end too."""
+    """Tell the other ranks, if any, that this one leaves normally, or with which error. After an error they end too."""
     global _lifeline
     if _lifeline is not None:
         _lifeline.leave(error)
@@ -125,13 +125,13 @@ def leave(error: BaseException | None = None) -> None:
 
 
 def begin_step(step: int) -> None:
-    """This rank has what it needs for `step`: the others hear who has not come as far."""
+    """Report that this rank starts `step`, so that ranks that lag behind can be named."""
     if _lifeline is not None:
         _lifeline.reached(step)
 
 
 def hurry() -> None:
-    """This rank was asked to stop: wait no longer than it has time for a rank that hangs."""
+    """Report that this rank was asked to stop, which shortens the wait for a rank that hangs."""
     if _lifeline is not None:
         _lifeline.hurry()
 
@@ -141,12 +141,12 @@ def _come_to_exchange() -> None:
         _lifeline.reached()
 
 
-_lifeline: Lifeline | None = None  # from the ranks' first word to one another until this one leaves
-_store: dist.Store | None = None  # through which they find one another; theirs alone
+_lifeline: Lifeline | None = None  # from rendezvous until this rank leaves
+_store: dist.Store | None = None  # for rendezvous, used by nothing else
 
 
 def _meet() -> dist.Store:
-    """What the ranks find one another through, once all of them have come. Says why, and exits, if some do not."""
+    """The rendezvous store, once all ranks have joined. Reports why and exits if some do not join."""
     global _lifeline, _store
     if "RANK" not in os.environ:
         return dist.HashStore()
@@ -160,7 +160,7 @@ def _meet() -> dist.Store:
             sys.exit(1)
         except dist.DistError as error:
             where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-            warn(f"rank {_rank()} cannot meet the others at {where}: {' '.join(str(error).split())}")
+            warn(f"rank {_rank()} cannot connect to the other ranks at {where}: {' '.join(str(error).split())}")
             sys.exit(1)
         _store = dist.PrefixStore(_lifeline.start, store)
     return _store
@@ -171,10 +171,10 @@ def _rank() -> int:
 
 
 def agreed(found: list[str], view: str = "") -> list[str]:
-    """Before there is a group: what is `found` to keep ranks from going on, on all nodes. Collective on several nodes.
+    """Before the group exists: the mistakes `found` on any node. Collective on several nodes.
 
-    On one node all ranks find the same, and nothing is exchanged. On several, what only some find, or what differs in
-    their `view` of the files, is said with their names.
+    On one node all ranks find the same, and nothing is exchanged. On several nodes, mistakes that only some ranks find,
+    and differences in their `view` of the files, are reported with the ranks' names.
     """
     if int(os.environ.get("GROUP_WORLD_SIZE", "1")) == 1:
         return found
@@ -194,10 +194,10 @@ SHARED = "what they read and write must be on a file system that all nodes share
 
 
 def _differences(ranks: list[tuple[str, list[str], str]], everywhere: list[str]) -> list[str]:
-    """What some of the `ranks`, each a host, what it found and its view, found or see otherwise than others."""
+    """How `ranks`, each (host, mistakes, view), differ from each other."""
     by_finding: dict[str, list[str]] = {}
     for rank, (host, theirs, view) in enumerate(ranks):
-        differs = [f"the main rank sees {ranks[0][2]}, and these see {view}"] if view != ranks[0][2] else []
+        differs = [f"the main rank sees {ranks[0][2]}, but these ranks see {view}"] if view != ranks[0][2] else []
         for mistake in [*theirs, *differs]:
             if mistake not in everywhere:
                 by_finding.setdefault(mistake, []).append(f"rank {rank} (host {host})")
@@ -209,22 +209,22 @@ def _differences(ranks: list[tuple[str, list[str], str]], everywhere: list[str])
 
 
 def require_shared(what: str, seen: object) -> None:
-    """Raise NotShared, alike on all ranks, unless every rank has `seen` of `what` the same as rank 0. Collective.
+    """Raise NotShared on all ranks unless `seen`, a rank's view of `what`, is the same on every rank. Collective.
 
-    Compared are digests of `repr(seen)`: it may be long.
+    Digests of `repr(seen)` are compared, because it may be long.
     """
     views = gather((socket.gethostname(), xxhash.xxh3_64_hexdigest(repr(seen).encode())))
     host, first = views[0]
     others = [f"rank {rank} (host {where})" for rank, (where, view) in enumerate(views) if view != first]
     if others:
-        raise NotShared(f"{what} is not on {', '.join(others)} what it is on rank 0 (host {host}): {SHARED}")
+        raise NotShared(f"{what} on {', '.join(others)} differs from rank 0 (host {host}): {SHARED}")
 
 
 def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Every rank's `value`, which must pickle, by rank. Collective on `group`, by default on all ranks."""
+    """Every rank's `value` (picklable), by rank. Collective on `group`, by default all ranks."""
     if dist.get_world_size(group) == 1:
         return [value]
-    if group is None:  # the thread that writes checkpoints has a group of its own, and an order of its own
+    if group is None:  # the checkpoint-writing thread has its own group and its own order
         _come_to_exchange()
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group)
@@ -232,8 +232,8 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """`tensor` gathered, if it is in shards, or else itself. Collective on the ranks that share it."""
-    from torch.distributed.tensor import DTensor  # takes a second, that a refused command need not wait
+    """`tensor`, gathered if it is sharded. Collective on the ranks that share it."""
+    from torch.distributed.tensor import DTensor  # slow to import: a second
 
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -244,11 +244,11 @@ def first_error(error: str | None) -> str | None:
 
 
 def on_main(ranks: Ranks, work: Callable[[], T]) -> T:
-    """The main rank's `work()`, which must pickle, on all ranks. Collective.
+    """The result (picklable) of the main rank's `work()`, on all ranks. Collective.
 
-    What `work` raises is raised on the main rank, and MainRankFailed with its message on the others.
+    An exception from `work` is raised on the main rank, and MainRankFailed with its message on the others.
     """
-    answer: list[Any] = [None, None]  # the result, and the error
+    answer: list[Any] = [None, None]  # result, error
     try:
         if ranks.is_main:
             with nullcontext() if _lifeline is None else _lifeline.alone():

@@ -147,8 +147,8 @@ class Lifeline:
                 except TimeoutError:
                     missing = sorted(set(range(1, self.world_size)) - self._others.keys())
                     raise RanksMissing(
-                        f"{len(missing)} of {self.world_size} ranks have not come in {ARRIVAL} s: {missing[:8]}. Their"
-                        " nodes' logs may say why; ranks reach rank 0 by TCP, on any port"
+                        f"{len(missing)} of {self.world_size} ranks have not joined within {ARRIVAL} s: {missing[:8]}."
+                        " Check their nodes' logs; ranks must reach rank 0 by TCP, on any port"
                     ) from None
                 self._admit(connection, name)
         return name
@@ -179,7 +179,7 @@ class Lifeline:
                 port, name = store.get(KEY).decode().split()
             except RuntimeError as error:
                 raise RanksMissing(
-                    f"{self.me} cannot reach rank 0 ({error}): the log of its node may say why"
+                    f"{self.me} cannot reach rank 0 ({error}): check the log of rank 0's node"
                 ) from error
             try:
                 connection = socket.create_connection((address, int(port)), timeout=HANDSHAKE)
@@ -246,25 +246,25 @@ class Lifeline:
         limit: float
         if silent >= SILENT:
             waited, limit = silent, SILENT if stopping else SILENT_LIMIT
-            why = "it is stopped (`kill -CONT` lets it go on), or its machine hangs"
+            why = "it is stopped (`kill -CONT` resumes it), or its machine hangs"
             what = f"has not answered for {silent:.0f} s: {why}"
         elif behind >= BEHIND and self.rank == 0:
             waited, limit = behind, standing.patience
             if stopping and limit < PATIENCE:
                 limit = min(limit, STOPPING_PATIENCE)
             where = "before its first step" if standing.step is None else f"in or after step {standing.step:,}"
-            how = "py-spy on its host shows what it does"
+            how = "py-spy on its host shows what it is doing"
             what = f"has kept the other ranks waiting for {behind:.0f} s, {where} ({how})"
         else:
             if standing.named:
                 standing.named = False
-                self._say(f"{who} goes on")
+                self._say(f"{who} continues")
             return
         if waited >= limit:
             self._lose(GONE, f"{who} {what}")
         elif not standing.named:
             standing.named = True
-            self._say(f"{who} {what}. All ranks end if it does not go on within {limit - waited:.0f} s")
+            self._say(f"{who} {what}. All ranks will end if it does not continue within {limit - waited:.0f} s")
 
     def _say(self, text: str) -> None:
         if self.rank <= 1:
@@ -278,7 +278,7 @@ class Lifeline:
 
     def _end(self) -> None:
         self._lock.acquire()  # only one thread reports
-        text = f"sparsellm: rank {self.rank} ends, for {self._lost}. The same command goes on from what is saved\n"
+        text = f"sparsellm: rank {self.rank} exits: {self._lost}. Run the same command to resume\n"
         write_now(text)
         os._exit(1)
 

@@ -1,6 +1,6 @@
-"""Evaluating a checkpoint: finding it, loading it, scoring it, and going on where an earlier evaluation was stopped.
+"""Evaluates a checkpoint: locate it, load it, score it, and resume an earlier, interrupted evaluation.
 
-A model in memory is scored by sparsellm.evaluation.downstream and .perplexity, which know nothing of files.
+Models in memory are scored by sparsellm.evaluation.downstream and .perplexity, independent of files.
 """
 
 import json
@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 
 class EvaluationError(SparsellmError, RuntimeError):
-    """The checkpoint cannot be evaluated as asked; the message says why."""
+    """The checkpoint cannot be evaluated as requested; the message says why."""
 
 
 def evaluate_checkpoint(
@@ -59,29 +59,29 @@ def evaluate_checkpoint(
     record: Callable[[dict[str, Any]], object] = lambda _: None,
     show: Callable[[dict[str, Any]], object] = lambda _: None,
 ) -> dict[str, Any]:
-    """Evaluate and write results.json; return its contents, the same on all ranks. Alone or under torchrun.
+    """Evaluate, write results.json, and return its contents, the same on all ranks. Works with and without torchrun.
 
-    results.json has every score of these weights: those of this evaluation, and of earlier ones those of other tasks
-    and of tasks that failed this time. Scores of other weights go. Without any score no file is written.
+    results.json has all scores of these weights: from this evaluation, and from earlier ones for other tasks and for
+    tasks that failed this time. Scores of other weights are removed. Without any score no file is written.
 
-    The main rank calls `show` and then `record` with the contents once they are written, before any rank returns:
-    torchrun ends the others once one has failed.
+    The main rank calls `show` and then `record` with the contents after writing them and before any rank returns,
+    because torchrun ends the other ranks once one has failed.
 
     {"checkpoint", "identity" of its weights, "step", "dtype" of all scores (null without any), "tasks": {TASK:
     {"metric", "score", "stderr", "acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "split", "rows", "note",
     "measured": {"dtype", "kernels", "device", "data", "limit", and the version of each package}}}, "failed": {TASK:
     reason}, "mean" of the scores, "mean_acc" of `acc`, "validation": {"loss" in nats per token, "perplexity", "tokens",
-    "precision", "device"}, "output_dir"}, and under "torch" the tasks, means and validation once more where kernels
-    were compared. Standard errors are null for a single row, means if a task failed that has no earlier score or if the
-    tasks were not all measured alike, "validation" without a run, the version of a package that is not installed. A
-    task that fails leaves the others alone.
+    "precision", "device"}, "output_dir"}, and under "torch" the tasks, means and validation in PyTorch if kernels were
+    compared. Null values: standard errors for a single row; means if a failed task has no earlier score or tasks were
+    measured with different settings; "validation" without a run; versions of packages that are not installed. A failing
+    task does not affect others.
 
     Raises ConfigError with every mistake, EvaluationError, MainRankFailed.
     """
     if found := mistakes(config):
         raise ConfigError(found)
     request = Request.of(config)
-    # Ranks exchange objects here, which travel between CPUs: only the held-out loss is summed on GPUs.
+    # Objects are exchanged between CPUs, so NCCL need not connect: only the held-out loss is summed on GPUs.
     with process_group(device_type(config.device.name), connect=False) as ranks:
         evaluation = Evaluation(request, ranks)
         with hub.offline(not evaluation.reaches_hub()):
@@ -89,9 +89,9 @@ def evaluate_checkpoint(
 
 
 def is_complete(config: EvaluateConfig) -> bool:
-    """Whether results.json is what `evaluate_checkpoint(config)` would write without scoring anything.
+    """Whether results.json equals what `evaluate_checkpoint(config)` would write, so that nothing needs scoring.
 
-    For one process. Loads the rows, not the model. What cannot be read is not complete: the evaluation says why.
+    For one process. Loads the rows, not the model. False if anything cannot be read; the evaluation then reports why.
     """
     if config.checkpoint is None or mistakes(config):
         return False
@@ -104,7 +104,7 @@ def is_complete(config: EvaluateConfig) -> bool:
             request = request.opened(identity)
             written = regular.content(request.output / RESULTS).decode()
             if not set(request.tasks) <= json.loads(written)["tasks"].keys():
-                return False  # known without the rows
+                return False  # decided without reading rows
             rows = {name: tasks.load(name, config.data_dir).identity for name in request.tasks}
             if (held_out := request.held_out()) is not None:
                 rows[VALIDATION] = rows_of(held_out)
@@ -120,14 +120,14 @@ def is_complete(config: EvaluateConfig) -> bool:
 
 
 class Evaluation:
-    """One evaluation on the ranks of a process group; all of them call every method together."""
+    """One evaluation. All ranks of the process group call every method together."""
 
     def __init__(self, request: Request, ranks: Ranks) -> None:
         self.request, self.ranks = request, ranks
         self.config, self.checkpoint = request.config, request.checkpoint
         self.failed: dict[str, str] = {}
-        self.loading: Future[Any] | None = None  # of the model, begun once something needs it; then also
-        self.asked, self.kernels = Kernels.torch, "torch"  # what its blocks were switched to, and what came of it
+        self.loading: Future[Any] | None = None  # of the model, started when first needed
+        self.asked, self.kernels = Kernels.torch, "torch"  # the requested and the actual kernels of its blocks
         self.obstacle = obstacle(self.asked, ranks.device.type)  # why they run in PyTorch
 
     def run(
@@ -138,17 +138,18 @@ class Evaluation:
         if not (self.ranks.is_main and sys.stderr.isatty()):
             logging.disable_progress_bar()
         if not self.ranks.is_main:
-            # To open a checkpoint the main rank imports these, which takes seconds: the others do so meanwhile.
+            # The main rank imports these, which takes seconds, to open the checkpoint; the others import them
+            # meanwhile.
             from transformers import AutoTokenizer, LlamaConfig  # noqa: F401
         identity, self.request = self._on_main(self._open)
         begun = self._on_main(lambda: any(kept(folder, identity) for folder in self.request.sides))
         if not begun:
             self._begin_loading()
             if self.config.data_dir is None:
-                self._model(Kernels.torch)  # a broken model is refused before rows are downloaded, which takes a while
+                self._model(Kernels.torch)  # refuse a broken model before downloading rows
         loaded = {name: task for name in self.request.tasks if (task := self._load_task(name)) is not None}
         if not begun:
-            self._model(Kernels.torch)  # a broken model is refused whatever the rows are
+            self._model(Kernels.torch)  # refuse a broken model even if all rows are finished
         held_out = self._held_out()
         for folder in self.request.sides:
             self._side(folder, identity, loaded, held_out)
@@ -162,7 +163,7 @@ class Evaluation:
         return results
 
     def reaches_hub(self) -> bool:
-        """Whether something is looked for on the hub, and it answers."""
+        """Whether something is needed from the hub, and it answers."""
         wanted = self.request.on_hub
         return wanted is not None and self._on_main(lambda: hub.answers(wanted))
 
@@ -204,7 +205,7 @@ class Evaluation:
     def _side(
         self, folder: Path, identity: str, loaded: dict[str, tasks.LoadedTask], held_out: torch.Tensor | None
     ) -> None:
-        """Finish all parts of the side in `folder` that are not finished."""
+        """Score all unfinished parts of the side in `folder`."""
         kernels = self.request.sides[folder]
         finished = self._on_main(lambda: self.request.finished(folder, identity))
         parts = {name: self._on_main(partial(self._found, finished, task)) for name, task in loaded.items()}
@@ -220,7 +221,9 @@ class Evaluation:
                 if part is None:
                     continue
                 before = ""
-            self.ranks.say(f"{name}  {part['result']['score']:.4f}{before}")  # first, for the disk may be full
+            self.ranks.say(
+                f"{name}  {part['result']['score']:.4f}{before}"
+            )  # before writing, because the disk may be full
             if not before:
                 self._on_main(partial(finished.add, name, task.identity, part, samples))
         if held_out is not None:
@@ -229,11 +232,12 @@ class Evaluation:
                 part = self._validate(held_out, kernels)
                 if math.isfinite(part["loss"]):
                     self._on_main(lambda: finished.add(VALIDATION, rows, part))
-                else:  # alike on all ranks
+                else:  # the same on all ranks
                     self._fail(VALIDATION, f"the loss is {part['loss']}: these weights give logits that are not finite")
 
     def _found(self, finished: Finished, task: tasks.LoadedTask) -> dict[str, Any] | None:
-        """The task's finished part, if there is one; of the same rows in another folder, it is now of this one."""
+        """The task's finished part, if any. If it was scored on the same rows in another folder, it is updated to this
+        folder."""
         part = finished.find(task.name, task.identity)
         if part is not None and part["measured"]["data"] != self.request.source:
             part["measured"]["data"] = self.request.source
@@ -241,7 +245,7 @@ class Evaluation:
         return part
 
     def _write(self, results: dict[str, Any]) -> str | None:
-        """Write the results: why they cannot be, or None; of other weights nothing stays."""
+        """Write the results and remove those of other weights. Returns why they cannot be written, or None."""
         output, weights = self.request.output, results["identity"]
         path = output / RESULTS
         try:
@@ -258,7 +262,7 @@ class Evaluation:
     # The downstream tasks.
 
     def _load_task(self, name: str) -> tasks.LoadedTask | None:
-        """None, and a reason in `failed`, if some rank cannot."""
+        """Load a task; None, with a reason in `failed`, if some rank cannot."""
         try:
             return tasks.load_on_all(name, self.config.data_dir, self.ranks)
         except tasks.TaskUnavailable as error:
@@ -273,14 +277,15 @@ class Evaluation:
         samples: list[dict[str, Any]] = []
         try:
             result, samples = downstream.score(lm, task, self.config.limit)
-        except Exception as exception:  # of a row that the task cannot read, or of the model; the others may go well
+        except Exception as exception:  # from an unreadable row or the model; other tasks may succeed
             error = f"{type(exception).__name__}: {exception}"
         if not self._agreed(task.name, error):
             return None, []
         return {"result": result, "measured": self.request.measured(dtype_name(lm.model.dtype), self.kernels)}, samples
 
     def _model(self, kernels: Kernels) -> Any:
-        """The checkpoint as a SharedLM, loaded once, its feedforward blocks on `kernels`. Raises EvaluationError."""
+        """The checkpoint as a SharedLM, loaded once, with its feedforward blocks on `kernels`. Raises
+        EvaluationError."""
         lm = self._begin_loading().result()
         if kernels != self.asked:
             restore(lm.model)
@@ -289,12 +294,14 @@ class Evaluation:
         return lm
 
     def _begin_loading(self) -> Future[Any]:
-        """Load the checkpoint as a SharedLM in a thread, unless that was begun before: rows are read meanwhile."""
-        from sparsellm.evaluation.downstream import SharedLM  # by this thread: two must not import transformers at once
+        """Start loading the checkpoint as a SharedLM in a thread, if not started yet; rows are read meanwhile."""
+        from sparsellm.evaluation.downstream import (
+            SharedLM,
+        )  # import here: two threads must not import transformers at once
 
         def load() -> SharedLM:
             if self.ranks.device.type == "cuda":
-                torch.cuda.set_device(self.ranks.device)  # which each thread has of its own
+                torch.cuda.set_device(self.ranks.device)  # the current device is per thread
             try:
                 assert self.request.dtype is not None  # it is opened
                 model = pretrained.read_model(self.checkpoint.model, self.request.dtype)
@@ -331,15 +338,15 @@ class Evaluation:
     # The held-out split.
 
     def _held_out(self) -> torch.Tensor | None:
-        """`Request.held_out`, on all ranks; also None with the reason in `failed`."""
+        """`Request.held_out` on all ranks; None, with the reason in `failed`, if it fails."""
         if self.checkpoint.run is None:
-            self.ranks.say(f"{self.checkpoint} is of no run: validation loss and Weights & Biases are skipped")
+            self.ranks.say(f"{self.checkpoint} belongs to no run: validation loss and Weights & Biases are skipped")
 
         def read() -> tuple[torch.Tensor | None, str | None]:
             try:
                 return self.request.held_out(), None
             except (DataError, ConfigError, OSError) as error:
-                return None, f"{error}; validation=false goes without"
+                return None, f"{error}; validation=false skips it"
 
         blocks, error = self._on_main(read)
         if not self._agreed(VALIDATION, error) or blocks is None:
@@ -347,8 +354,8 @@ class Evaluation:
         config = self.request.run_config()
         if (self.checkpoint.step or 0) * config.training.tokens_per_step < config.sparsity.relu_tokens:
             self.ranks.say(
-                f"{self.checkpoint}: its run validated with a gate between SiLU and ReLU, and the held-out loss here is"
-                " of the final gate, ReLU"
+                f"{self.checkpoint}: its run validated with a gate between SiLU and ReLU, but the held-out loss here"
+                " uses the final gate, ReLU"
             )
         return blocks
 
@@ -381,18 +388,18 @@ class Evaluation:
         return on_main(self.ranks, work)
 
     def _agreed(self, name: str, error: str | None) -> bool:
-        """Whether no rank has an error; the first one is kept in `failed`."""
+        """Whether no rank has an error; the first error is stored in `failed`."""
         if (found := first_error(error)) is not None:
             self._fail(name, found)
         return found is None
 
     def _fail(self, name: str, reason: str) -> None:
         self.failed[name] = reason
-        self.ranks.say(f"{name}  failed")  # the table at the end says why
+        self.ranks.say(f"{name}  failed")  # the final table says why
 
 
 def _identity_in(path: Path) -> str | None:
-    """Of which weights a results.json is; None without one, and of one that does not say so."""
+    """The identity of the weights in a results.json; None if there is no file or no identity in it."""
     try:
         return json.loads(regular.content(path)).get("identity")
     except (OSError, ValueError):

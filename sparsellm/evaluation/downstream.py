@@ -1,12 +1,11 @@
-"""Accuracy of a model in memory on downstream tasks, computed by lm-eval, its requests shared between ranks.
+"""Accuracy of a model in memory on downstream tasks, computed by lm-eval, with requests distributed over ranks.
 
-Every rank holds the model, and builds the requests of its share of a task's rows (building.py). All ranks have the
-tokens of all requests, sorted by length and cut into batches in one way, whatever the number of ranks; the ranks take
-turns with the batches. So a batch has the same shape on one rank and on eight, and the scores are the same.
+Every rank holds the model and builds the requests of its share of a task's rows (task_requests.py). All ranks have the
+tokens of all requests, sorted by length and cut into batches independently of the number of ranks, which take turns
+with the batches. So batches have the same shapes on one rank and on eight, and the scores are the same.
 
-The ranks exchange three times for each task: before its first batch, the tokens; after its last, the answers; and when
-each has the metrics of its rows, these. A rank that fails says so in the next exchange, so that all fail alike and stay
-in step.
+The ranks exchange data three times per task: tokens before the first batch, answers after the last, and then the
+metrics. A rank that fails reports it in the next exchange, so that all ranks fail together and stay in step.
 """
 
 import logging
@@ -25,31 +24,31 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparsellm.distributed.groups import Ranks, gather
-from sparsellm.evaluation.building import Builder, Tokens, tokenize
+from sparsellm.evaluation.task_requests import Builder, Tokens, tokenize
 from sparsellm.evaluation.tasks import LoadedTask
 from sparsellm.system.console import progress
 from sparsellm.system.errors import SparsellmError
 
-# A batch of size `auto` has at most so many logits, here of a vocabulary of 49,152: 21,845 tokens on a GPU, 1,365 on a
-# CPU. Those that predict a continuation exist twice more, the second time as logarithms of probabilities.
+# Most logits in a batch of size `auto`: with a vocabulary of 49,152, that is 21,845 tokens on a GPU, 1,365 on a CPU.
+# The logits that predict a continuation exist twice more, the second time as log-probabilities.
 AUTO_LOGITS = {"cuda": 2**30, "cpu": 2**26}
-BYTES_PER_LOGIT = 16  # of free GPU memory, at most: two float32, and as much again for the layers before them
+BYTES_PER_LOGIT = 16  # of free GPU memory: two float32, and the same again for the layers
 
-# Batches are padded to a multiple of so many tokens, so that few have a shape of their own: cuDNN's attention, which
-# PyTorch prefers on Hopper, takes the host 43 ms for each shape that is new (H100, torch 2.11). Flash attention would
-# not, but with it near-ties were scored otherwise than by lm-eval, whose own model gets cuDNN's.
+# Batches are padded to a multiple of this many tokens, so that few shapes are new: cuDNN's attention, which PyTorch
+# prefers on Hopper, costs 43 ms of host time for each new shape (H100, torch 2.11). Flash attention does not, but
+# scores near-ties differently from lm-eval, whose own model uses cuDNN's.
 MULTIPLE = {"cuda": 8, "cpu": 1}
 
-Request = tuple[list[int], list[int]]  # the tokens of context and continuation
-Answer = tuple[float, bool]  # the continuation's log-probability, and whether it is the likeliest
+Request = tuple[list[int], list[int]]  # tokens of context and of continuation
+Answer = tuple[float, bool]  # the continuation's log-probability, and whether it is the greedy one
 
 
 class ScoringFailed(SparsellmError, RuntimeError):
-    """A rank could not build the requests or compute its share. Raised alike on all ranks."""
+    """A rank could not build its requests or compute its share. Raised on all ranks."""
 
 
 class SharedLM(HFLM):
-    """lm-eval's Hugging Face model, with batches of its own making that the ranks share. Used by all ranks together."""
+    """lm-eval's Hugging Face model, with its own batches, distributed over ranks. All ranks call it together."""
 
     def __init__(
         self,
@@ -59,27 +58,27 @@ class SharedLM(HFLM):
         batch_size: int | str,
         autocast: torch.dtype | None = None,
     ) -> None:
-        """`batch_size`: sequences per batch, or "auto" for as many as `AUTO_LOGITS` allow at their length.
+        """`batch_size`: sequences per batch, or "auto" for as many as `AUTO_LOGITS` allows at their length.
 
-        `autocast`: the dtype of mixed precision, whose log-probabilities are float32; None: all in the model's own.
+        `autocast`: the dtype of mixed precision, with float32 log-probabilities; None: everything in the model's dtype.
         """
         with _without_warnings():
             super().__init__(
                 pretrained=model, tokenizer=tokenizer, backend="causal", batch_size="auto",
                 mixed_precision_dtype=autocast, softmax_dtype=None if autocast is None else torch.float32,
             )  # fmt: skip
-        self._max_length = self.max_length  # else lm-eval searches the model's configuration, in 8 us, each time
+        self._max_length = self.max_length  # cached: lm-eval searches the model's configuration each time (8 us)
         self.ranks, self.sequences = ranks, batch_size
-        self.task_name, self.truncated = "", 0  # requests of the latest task that exceeded the context
-        self.failed_together = False  # in the latest task: all ranks know of the error
-        self.encoded: Tokens | None = None  # for the next call of loglikelihood, if they are known
+        self.task_name, self.truncated = "", 0  # requests of the current task that exceeded the context
+        self.failed_together = False  # in the current task: all ranks know of the error
+        self.encoded: Tokens | None = None  # for the next call of loglikelihood, if known
         begin = str(tokenizer.decode(self.prefix_token_id))
-        # It does not refer to this object: what does waits for Python's garbage collection, and the weights with it.
+        # No reference to this object: a cycle would keep the weights until a garbage collection.
         self.builder = Builder(ranks, partial(tokenize, tokenizer, begin))
         self.tokens_per_batch = self._tokens_per_batch(model.config.get_text_config().vocab_size)
 
     def _tokens_per_batch(self, vocabulary: int) -> int:
-        """Of size "auto", as far as this rank's device goes; the smallest of all ranks is taken."""
+        """Tokens of a batch of size "auto" that fit this rank's device; the minimum over ranks is used."""
         device = self.ranks.device
         logits = AUTO_LOGITS[device.type]
         if device.type == "cuda":
@@ -96,7 +95,7 @@ class SharedLM(HFLM):
         return [value for value, _ in found]
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[Answer]:
-        """The answers to this rank's `requests`. Collective."""
+        """Answers to this rank's `requests`. Collective."""
         if self.encoded is None:
             self.encoded = self.builder.tokenize([request.args for request in requests])
         try:
@@ -105,7 +104,7 @@ class SharedLM(HFLM):
             self.encoded = None
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """lm-eval's, which encodes one text at a time, for texts that `tokenize` has not encoded."""
+        """The tokens from `tokenize`, or from lm-eval, which encodes one text at a time."""
         known = None if self.encoded is None or add_special_tokens is not None else self.encoded.get(string)
         return super().tok_encode(string, add_special_tokens, **kwargs) if known is None else known
 
@@ -115,15 +114,16 @@ class SharedLM(HFLM):
         disable_tqdm: bool = True,
         override_bs: int | None = None,
     ) -> list[Answer]:
-        """The answers to this rank's `requests` (texts, context, continuation), in their order. Collective.
+        """Answers to this rank's `requests` (texts, context, continuation), in order. Collective.
 
-        Raises ScoringFailed; and ValueError before the ranks exchange anything.
+        Raises ScoringFailed, and ValueError before the ranks exchange anything.
         """
         for texts, context, continuation in requests:
             if not context or not 1 <= len(continuation) <= self.max_length:
                 raise ValueError(
-                    f"the request {texts!s:.200} has {len(context)} + {len(continuation)} tokens: it should have some"
-                    f" of context, and a continuation of 1 to {self.max_length}, the model's context"
+                    f"the request {texts!s:.200} has {len(context)} + {len(continuation)} tokens: its context should"
+                    f" not be empty, and its continuation should have 1 to {self.max_length} tokens, the model's"
+                    " context"
                 )
         exchanged = self.exchange((self.tokens_per_batch, [request[1:] for request in requests]))
         self.tokens_per_batch = min(tokens for tokens, _ in exchanged)
@@ -137,7 +137,7 @@ class SharedLM(HFLM):
             total = sum(map(len, batches))
             with progress(self.task_name, total, "request", self.ranks.is_main) as advance:
                 under_way: list[tuple[list[int], Callable[[], list[Answer]]]] = []
-                for batch in [*batches, None]:  # one batch ahead of what is read: the GPU does not wait for the host
+                for batch in [*batches, None]:  # launch one batch ahead, so that the GPU does not wait for the host
                     if batch is not None:
                         under_way.append((batch, self._answers([everyones[i] for i in batch])))
                     if len(under_way) > (batch is not None):
@@ -151,18 +151,18 @@ class SharedLM(HFLM):
         return [everything[i] for i in range(first, first + len(requests))]
 
     def _answers(self, batch: list[Request]) -> Callable[[], list[Answer]]:
-        """Begin what lm-eval's `hf` model answers; the result waits for the device, and returns the answers.
+        """Launch a batch. Returns a function that waits for the device and returns the answers of lm-eval's `hf` model.
 
-        In a few transfers, where lm-eval takes as many for each request.
+        Uses a few transfers per batch; lm-eval uses a few per request.
         """
-        rows: dict[tuple[int, ...], int] = {}  # the sequences of the batch
-        requests: list[tuple[int, int, int]] = []  # row, the sequence's length, and the continuation's
+        rows: dict[tuple[int, ...], int] = {}  # sequence -> row of the batch
+        requests: list[tuple[int, int, int]] = []  # row, length of the sequence, length of the continuation
         for context, continuation in batch:
             tokens = tuple((context + continuation)[-self.max_length - 1 : -1])
             requests.append((rows.setdefault(tokens, len(rows)), len(tokens), len(continuation)))
         row, end, lengths = np.array(requests).T
-        first = np.cumsum(lengths) - lengths  # the place of each continuation's first token among those of the batch
-        # The logits that predict a continuation are those at the last positions of its sequence.
+        first = np.cumsum(lengths) - lengths  # index of each continuation's first token in the batch
+        # The logits at the last positions of a sequence predict its continuation.
         position = np.repeat(end - lengths - first, lengths) + np.arange(lengths.sum())
         at = self._sent(torch.from_numpy(np.stack((np.repeat(row, lengths), position))))
         padded = self._sent(_padded(list(rows), self._padded_length(max(map(len, rows)))))
@@ -180,20 +180,20 @@ class SharedLM(HFLM):
         return read
 
     def _padded_length(self, longest: int) -> int:
-        """Of the sequences of a batch, whose longest one has so many tokens."""
+        """The padded length of a batch whose longest sequence has `longest` tokens."""
         multiple = MULTIPLE[self.ranks.device.type]
         return min(-(-longest // multiple) * multiple, self.max_length)
 
     def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor`, of the CPU, on the device, without waiting for what the device does."""
+        """Copy a CPU `tensor` to the device without synchronizing."""
         cuda = self.ranks.device.type == "cuda"
         return (tensor.pin_memory() if cuda else tensor).to(self.device, non_blocking=cuda)
 
     def _received(self, *tensors: torch.Tensor) -> Callable[[], list[torch.Tensor]]:
-        """Begin to copy `tensors`, of the device, to the CPU; the result waits for the copies, and returns them.
+        """Start copying device `tensors` to the CPU. Returns a function that waits for the copies and returns them.
 
-        The copies begin here because the device works in the order in which it is asked: a copy that is asked for when
-        the next batch is under way would wait for that batch too, and the device then for the host.
+        The copies start now because the device works in order: a copy enqueued after the next batch would wait for that
+        batch, and then the device would wait for the host.
         """
         copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
         done = torch.cuda.current_stream(self.device).record_event() if self.ranks.device.type == "cuda" else None
@@ -206,9 +206,9 @@ class SharedLM(HFLM):
         return wait
 
     def _batches(self, requests: list[Request]) -> list[list[int]]:
-        """Numbers of requests by batch, longest first: those of lm-eval's own `hf` model at a fixed batch size.
+        """Indices of requests by batch, longest first. At a fixed batch size they equal those of lm-eval's `hf` model.
 
-        Requests that differ only in the last token are one sequence, whose logits answer them all.
+        Requests that differ only in the last token share one sequence, whose logits answer all of them.
         """
         sequences: dict[tuple[int, ...], list[int]] = {}
         for i, (context, continuation) in enumerate(requests):
@@ -231,9 +231,9 @@ class SharedLM(HFLM):
 
 
 def score(lm: SharedLM, loaded: LoadedTask, limit: int | None) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """One task: what results.json says of it, and lm-eval's samples. Collective; the same on all ranks.
+    """Score one task: its entry of results.json, and lm-eval's samples. Collective; the same on all ranks.
 
-    `limit`: only so many of its first rows. Raises ScoringFailed.
+    `limit`: score only the first rows. Raises ScoringFailed.
     """
     lm.task_name, lm.failed_together = loaded.name, False
     mine: list[dict[str, Any]] = []
@@ -245,7 +245,7 @@ def score(lm: SharedLM, loaded: LoadedTask, limit: int | None) -> tuple[dict[str
             mine = evaluator.evaluate(lm, tasks, limit=limit, bootstrap_iters=0)["samples"][loaded.name]
         else:  # fewer rows than ranks
             lm.loglikelihood([])
-    except Exception as exception:  # of a row that the task cannot read, of the tokenizer, or for want of memory
+    except Exception as exception:  # an unreadable row, the tokenizer, or out of memory
         if not lm.failed_together:
             lm.exchange(None, f"{type(exception).__name__}: {exception}")
         raise
@@ -254,7 +254,9 @@ def score(lm: SharedLM, loaded: LoadedTask, limit: int | None) -> tuple[dict[str
     metric = "acc_norm" if "acc_norm" in values else "acc"
     notes = [] if loaded.note is None else [loaded.note]
     if lm.truncated:
-        notes.append(f"{lm.truncated:,} requests exceed the context of {lm.max_length:,} tokens: cut on the left")
+        notes.append(
+            f"{lm.truncated:,} requests exceed the context of {lm.max_length:,} tokens and are truncated on the left"
+        )
     result = {
         "metric": metric,
         "score": values[metric],
@@ -268,7 +270,7 @@ def score(lm: SharedLM, loaded: LoadedTask, limit: int | None) -> tuple[dict[str
 
 
 def _metrics(task: Any, samples: list[dict[str, Any]]) -> dict[str, float | None]:
-    """Each metric of the task and its standard error, by lm-eval's functions; of a single row there is no error."""
+    """Each metric of the task with its standard error (None for a single row), computed by lm-eval's functions."""
     found: dict[str, float | None] = {}
     for name in samples[0]["metrics"]:
         aggregate, values = task.aggregation()[name], [sample[name] for sample in samples]
@@ -278,7 +280,7 @@ def _metrics(task: Any, samples: list[dict[str, Any]]) -> dict[str, float | None
 
 
 def _padded(sequences: list[tuple[int, ...]], length: int) -> torch.Tensor:
-    """The sequences as rows of so many tokens, with zeros behind their own."""
+    """The sequences as rows of `length` tokens, padded with zeros."""
     lengths = np.array([len(tokens) for tokens in sequences])
     padded = np.zeros((len(sequences), length), np.int64)
     padded[np.arange(length) < lengths[:, None]] = list(chain.from_iterable(sequences))
@@ -287,7 +289,7 @@ def _padded(sequences: list[tuple[int, ...]], length: int) -> torch.Tensor:
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """lm-eval says of a model that it is given in memory what it would do if it loaded one."""
+    """Suppress lm-eval's warnings about loading, which do not apply to a model in memory."""
     logger = logging.getLogger("lm_eval.models.huggingface")
     before = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,13 +1,13 @@
-"""Accuracy on downstream tasks in the middle of training, which it leaves as it is.
+"""Accuracy on downstream tasks during training, without changing the training.
 
-The scores are those of the checkpoint that the run would save, in the run's own precision. They are computed by a
-Hugging Face model that shares the decoder's weights: it is not compiled, for its sequences have all lengths, and has
-feedforward blocks of its own, so that neither the compiled layers nor the engines of validation learn of it.
+The scores equal those of the checkpoint that the run would save at this step, in the run's precision. They are computed
+by a Hugging Face model that shares the decoder's weights. It is not compiled, because its sequences have many lengths,
+and has its own feedforward blocks, so that it does not affect the compiled layers or validation's engine choices.
 
-A score that fails costs the score alone, as long as all ranks learn of the failure at the same place. Of a model in
-shards they first gather the weights, one collective for each. A rank that left in the middle would meet the others'
-next weight with another collective. So the memory for all weights is taken before the first one; what fails then is a
-failure of all, and training goes on. What fails between two weights ends the run (GatherFailed).
+A failure costs only the score, as long as all ranks learn of it at the same point. For a sharded model, the weights are
+gathered first, with one collective per weight; a rank that failed in between would run a different collective than the
+others. So memory for all weights is allocated before the first collective: a failure there is shared by all ranks, and
+training continues. A failure between two weights ends the run (GatherFailed).
 """
 
 from collections.abc import Callable
@@ -38,11 +38,11 @@ T = TypeVar("T")
 
 
 class GatherFailed(SparsellmError, RuntimeError):
-    """This rank, perhaps alone, failed while the weights were gathered. Others wait for it inside a collective."""
+    """This rank, perhaps alone, failed while gathering the weights. Others wait for it in a collective."""
 
 
 def mistakes(evaluation: EvaluationConfig) -> list[str]:
-    """Why the tasks of `evaluation` cannot be loaded, as far as it can be known before any work."""
+    """Why the tasks of `evaluation` cannot be loaded, if that can be known before any work."""
     if not evaluation.every:
         return []
     found = tasks.mistakes(evaluation.tasks, evaluation.data_dir, "evaluation.")
@@ -58,7 +58,7 @@ def mistakes(evaluation: EvaluationConfig) -> list[str]:
 def load(
     evaluation: EvaluationConfig, model: ModelConfig, activation: Activation, runtime: RuntimeConfig, ranks: Ranks
 ) -> "LiveEvaluation | None":
-    """What `evaluation` asks for, its rows read; None: nothing. Collective. Raises ConfigError on all ranks."""
+    """Load the rows of `evaluation`; None if it asks for nothing. Collective. Raises ConfigError on all ranks."""
     if not evaluation.every:
         return None
     loaded, found = [], []
@@ -74,8 +74,8 @@ def load(
     if found and looks and not reached:
         missing = ", ".join(name for name in names if name not in [task.name for task in loaded])
         found = [
-            f"evaluation.tasks: the hub does not answer, and this machine has no copy of the rows of {missing}: connect"
-            " it, give local rows with evaluation.data_dir=DIR, or go without with evaluation.every=0"
+            f"evaluation.tasks: the hub does not answer, and the rows of {missing} are not cached on this machine:"
+            " connect it, give local rows with evaluation.data_dir=DIR, or disable evaluation with evaluation.every=0"
         ]
     if found:
         raise ConfigError(found)
@@ -86,16 +86,16 @@ def load(
 
 
 def _main_reaches_hub(names: list[str], ranks: Ranks) -> bool:
-    """Whether the main rank has an answer of the hub, on which the rows of the tasks `names` are. Collective."""
+    """Whether the hub answers the main rank, which needs the rows of the tasks `names`. Collective."""
     return on_main(ranks, lambda: hub.answers(f"the rows of {', '.join(names)}"))
 
 
 def _without(name: str, error: tasks.TaskUnavailable) -> str:
-    return f"evaluation.tasks: {name} cannot be scored, for {error}; evaluation.tasks=[...] names others"
+    return f"evaluation.tasks: {name} cannot be scored: {error}; choose others with evaluation.tasks=[...]"
 
 
 class LiveEvaluation:
-    """The tasks of a run, to be scored again and again. All ranks call `scores` together."""
+    """The tasks of a run, scored repeatedly. All ranks call `scores` together."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class LiveEvaluation:
         self.ranks, self.loaded = ranks, loaded
 
     def scores(self, step: int, decoder: Decoder, data: Data) -> dict[str, float | None]:
-        """Each task's score and their "mean", the same on all ranks; None, and a line that says why, for a failure."""
+        """Each task's score and their "mean", the same on all ranks; None, with a warning, for a failure."""
         from sparsellm.evaluation import downstream
 
         limit = self.evaluation.limit
@@ -128,7 +128,7 @@ class LiveEvaluation:
         return {**found, "mean": sum(scores) / len(scores) if len(scores) == len(found) else None}
 
     def _weights(self, step: int, decoder: Decoder) -> dict[str, Tensor] | None:
-        """The decoder's weights, whole; None, and a line on stderr, if some rank has no memory for them. Collective.
+        """The decoder's gathered weights; None, with a warning, if some rank lacks memory for them. Collective.
 
         Raises GatherFailed.
         """
@@ -141,26 +141,26 @@ class LiveEvaluation:
         except Exception as error:
             raise GatherFailed(
                 f"step {step:,}: gathering the weights to evaluate them failed ({type(error).__name__}:"
-                f" {' '.join(str(error).split())}), and no rank can go on without the others. The same command resumes"
-                " from the newest checkpoint; evaluation.every=0 goes without evaluations"
+                f" {' '.join(str(error).split())}), and no rank can continue without the others. Run the same command"
+                " to resume from the newest checkpoint; evaluation.every=0 disables evaluation"
             ) from error
 
     def _give_back(self) -> None:
-        """What torch keeps of a GPU's memory is not free memory, which batch_size=auto counts."""
+        """Release torch's cached GPU memory, because batch_size=auto counts free memory."""
         if self.ranks.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _take_memory(self, shards: dict[str, Tensor]) -> int:
-        """How many bytes the gathered weights take. torch's allocator then has as many, and room to gather them in."""
-        from torch.distributed.tensor import DTensor  # takes a second, that a refused run need not wait
+        """Bytes that the gathered weights take. Makes torch's allocator reserve them, and room to gather."""
+        from torch.distributed.tensor import DTensor  # slow to import: a second
 
         sizes = [shard.nbytes for shard in shards.values() if isinstance(shard, DTensor)]
-        needed = sum(sizes) + 2 * max(sizes, default=0)  # a gathered weight is copied where shards are uneven
+        needed = sum(sizes) + 2 * max(sizes, default=0)  # a gathered weight is copied if its shards are uneven
         torch.empty(needed, dtype=torch.uint8, device=self.ranks.device)
         return needed
 
     def _lm(self, weights: dict[str, Tensor], data: Data, decoder: Decoder) -> Any:
-        """A SharedLM of the decoder's `weights`, its feedforward blocks on the kernels that validation takes."""
+        """A SharedLM of the decoder's `weights`, with its feedforward blocks on the kernels that validation uses."""
         from sparsellm.evaluation.downstream import SharedLM
         from sparsellm.inference.accelerate import accelerate, policy_of
 
@@ -174,14 +174,14 @@ class LiveEvaluation:
         return SharedLM(model, tokenizer, self.ranks, self.evaluation.batch_size, autocast)
 
     def _attempt(self, step: int, what: str, work: Callable[[], T]) -> T | None:
-        """What `work` gives; None, and a line on stderr, if it fails on some rank. Collective."""
+        """The result of `work`; None, with a warning, if it fails on some rank. Collective."""
         result = error = None
         try:
             result = work()
-        except Exception as exception:  # of the libraries, a row or the model: training is worth more than a score
+        except Exception as exception:  # from libraries, rows or the model: training matters more than a score
             error = f"{type(exception).__name__}: {' '.join(str(exception).split())}"
         if (error := first_error(error)) is None:
             return result
         if self.ranks.is_main:
-            warn(f"step {step:,}: evaluating {what} failed, training goes on: {error}")
+            warn(f"step {step:,}: evaluating {what} failed; training continues: {error}")
         return None

@@ -1,4 +1,4 @@
-"""What an evaluation is asked for: what decides its numbers, where they go, and results.json made of its parts.
+"""The request of an evaluation: what decides its numbers, where they are written, and results.json from its parts.
 
 Scores in several dtypes never lie in one folder. Where OUTPUT holds scores of these weights in another dtype than the
 one in which this evaluation computes, its own go to OUTPUT/DTYPE.
@@ -22,7 +22,7 @@ from sparsellm.runs.layout import CONFIG, EVALUATION
 from sparsellm.runs.locate import Checkpoint, locate, not_found
 from sparsellm.runs.precision import computed_in, dtype_name
 
-TORCH = "torch"  # the folder of the side in PyTorch, with compare_kernels=true
+TORCH = "torch"  # folder of the PyTorch side, with compare_kernels=true
 PACKAGES = ("sparsellm", "lm_eval", "torch", "transformers", "datasets")
 
 
@@ -56,14 +56,14 @@ class Request:
 
     @cached_property
     def sides(self) -> dict[Path, Kernels]:
-        """Who computes each of its one or two sides, by the folder of its parts."""
+        """{folder: kernels} of the one or two sides."""
         if not self.config.compare_kernels:
             return {self.output: self.config.kernels}
         return {self.output: Kernels.cuda, self.output / TORCH: Kernels.torch}
 
     @property
     def on_hub(self) -> str | None:
-        """What is no file here, in words; None: all is."""
+        """What is needed from the hub, as text; None if everything is local."""
         wanted = [] if self.checkpoint.folder is not None else [self.checkpoint.wanted]
         wanted += [] if self.config.data_dir is not None else [f"the rows of {', '.join(self.tasks)}"]
         return " and ".join(wanted) or None
@@ -94,11 +94,11 @@ class Request:
 
     @cached_property
     def source(self) -> str:
-        """Where the rows of its tasks are from, as people are told."""
+        """The source of the tasks' rows, for messages."""
         return "hub" if self.config.data_dir is None else str(Path(self.config.data_dir).expanduser().resolve())
 
     def measured(self, dtype: str, kernels: str) -> dict[str, Any]:
-        """On what a task is measured that a model of `dtype` scores on `kernels`."""
+        """The settings under which a task is scored by a model of `dtype` on `kernels`."""
         return {
             "dtype": dtype,
             "kernels": kernels,
@@ -109,7 +109,7 @@ class Request:
         }
 
     def results(self, weights: str, failed: dict[str, str]) -> dict[str, Any]:
-        """The contents of results.json: all finished parts of these weights, and why tasks that were asked for failed.
+        """The contents of results.json: all finished parts of these weights, and why requested tasks failed.
 
         `weights`: the checkpoint's identity.
         """
@@ -129,19 +129,19 @@ class Request:
 
 
 def mistakes(config: EvaluateConfig) -> list[str]:
-    """Everything that keeps `config` from being evaluated, as far as it can be known before any work."""
+    """Every mistake in `config` that can be found before any work."""
     found = evaluate_mistakes(config)
     return found + tasks.mistakes(config.tasks, config.data_dir) + not_found(config.checkpoint)
 
 
 def _side(parts: Parts, failed: dict[str, str]) -> dict[str, Any]:
-    """What results.json says of the finished parts of one side."""
+    """The entries of results.json for the finished parts of one side."""
     tasks = {n: {**part["result"], "measured": part["measured"]} for n, part in parts.items() if n != VALIDATION}
     return {"tasks": tasks, VALIDATION: parts.get(VALIDATION), **means(tasks, failed)}
 
 
 def version_of(package: str) -> str | None:
-    """The installed version; None of a package that runs from its source tree and is not installed."""
+    """The installed version; None for a package that is not installed but runs from its source tree."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -149,5 +149,5 @@ def version_of(package: str) -> str | None:
 
 
 def rows_of(held_out: torch.Tensor) -> str:
-    """Which rows the held-out split has, as `LoadedTask.identity` says it of a task."""
+    """Identifies the rows of the held-out split, like `LoadedTask.identity` for a task."""
     return hashlib.sha256(held_out.numpy().tobytes()).hexdigest()

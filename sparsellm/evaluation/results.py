@@ -200,17 +200,17 @@ def table(results: dict[str, Any], asked: list[str]) -> str:
         header[2:2] = ["torch", "difference"]
     lines = _aligned([header, *rows]) if tasks else []
     for name, reason in failed.items():
-        earlier = "; the score above is an earlier one" if name in tasks and not compared else ""
+        earlier = "; the score above is from an earlier evaluation" if name in tasks and not compared else ""
         lines.append(f"{name}  failed: {' '.join(reason.split())}{earlier}")
     if differing:
-        lines.append(f"{of}  none, for the scores differ in {', '.join(differing)}: score all tasks with one command")
+        lines.append(f"{of}  none: settings differ ({', '.join(differing)}); score all tasks with one command")
     elif results["mean"] is None:
-        lines.append(f"{of}  none, for not all have a score")
+        lines.append(f"{of}  none: not all tasks have a score")
     if tasks and (shared := [key for key in SETTINGS if key not in differing]):
         common = settings(next(iter(tasks.values())))
         lines.append("measured with  " + "  ".join(f"{key} {_setting(common[key])}" for key in shared))
     if others := [name for name in tasks if name not in asked]:
-        lines.append(f"of earlier evaluations of these weights  {', '.join(others)}")
+        lines.append(f"from earlier evaluations of these weights  {', '.join(others)}")
     sides = [("", results)] if not compared else [(" (kernels)", results), (" (torch)", compared)]
     for side, found in sides:
         if (validation := found[VALIDATION]) is not None:
@@ -219,7 +219,7 @@ def table(results: dict[str, Any], asked: list[str]) -> str:
                 f"validation{side}  loss {validation['loss']:.4f}"
                 f"  perplexity {'over 1e308' if perplexity is None else f'{perplexity:.3f}'}"
                 f"  over {validation['tokens']:,} held-out tokens, as the run validates"
-                f"{', by an earlier evaluation of these weights' if VALIDATION in results['failed'] else ''}"
+                f"{', from an earlier evaluation of these weights' if VALIDATION in results['failed'] else ''}"
             )
     return "\n".join(lines)
 

@@ -20,7 +20,7 @@ def _mistake(task: str, row: Mapping[str, Any]) -> str | None:
         choices = row.get("choices")
         texts, labels = (choices.get(key) if isinstance(choices, Mapping) else None for key in ("text", "label"))
         if not (_are_texts(texts) and _are_texts(labels) and len(texts) == len(labels) > 1):
-            return _wrong("choices", choices, "texts, and as many labels")
+            return _wrong("choices", choices, "texts, with one label each")
         if task == "commonsense_qa" and labels != list("ABCDE"):
             return _wrong("choices.label", labels, "A, B, C, D, E")
         answer = row.get("answerKey")
@@ -63,4 +63,4 @@ def _one_of(field: str, value: Any, allowed: list[Any]) -> str:
 
 
 def _wrong(field: str, value: Any, wanted: str) -> str:
-    return f"{field} is {value!r:.80}, and should be {wanted}"
+    return f"{field} is {value!r:.80}: it should be {wanted}"

@@ -1,7 +1,7 @@
-"""The seven tasks, by lm-eval's own definitions, on the hub's rows or on local ones.
+"""The seven tasks, with lm-eval's own definitions, on rows from the hub or local files.
 
 Local rows are files DIR/TASK/SPLIT.jsonl or .parquet in the schema of the hub's data set. Only the scored split is
-read: zero-shot needs no other. Where that is `test` and there is none, `validation` is scored, and a note says so.
+read; zero-shot needs no other. If `test` is missing, `validation` is scored, with a note.
 """
 
 import atexit
@@ -24,9 +24,9 @@ from sparsellm.system.errors import SparsellmError
 
 @dataclass(frozen=True)
 class Stock:
-    path: str  # of its definition, in lm_eval/tasks
-    split: str  # that it scores
-    chance: float  # the accuracy of guessing: nearly all rows have as many choices as that says
+    path: str  # of its definition in lm_eval/tasks
+    split: str  # scored split
+    chance: float  # accuracy of guessing; nearly all rows have 1 / chance choices
 
 
 TASKS = {
@@ -39,9 +39,9 @@ TASKS = {
     "commonsense_qa": Stock("commonsense_qa/default.yaml", "validation", 1 / 5),
 }
 FORMATS = {".jsonl": "json", ".parquet": "parquet"}  # suffix -> builder of the datasets library
-# Zero-shot needs no examples. Where none are given, lm-eval reads all rows to draw some.
+# Zero-shot needs no examples. Without this, lm-eval reads all rows to draw some.
 NO_EXAMPLES: dict[str, Any] = {"fewshot_config": {"samples": []}}
-READ_AT_ONCE = 1000  # rows: the datasets library takes 11 to 50 us for a row alone, and 1 to 4 us for one of so many
+READ_AT_ONCE = 1000  # rows: `datasets` takes 11 to 50 us per single row, and 1 to 4 us per row of a large batch
 
 
 class TaskUnavailable(SparsellmError, ValueError):
@@ -51,29 +51,29 @@ class TaskUnavailable(SparsellmError, ValueError):
 @dataclass(frozen=True)
 class LoadedTask:
     name: str
-    task: Any  # lm_eval's
+    task: Any  # an lm-eval task
     split: str
-    note: str | None  # what a reader of the score should know
-    identity: str  # which rows, and which version of the task
+    note: str | None  # a caveat about the score, for its reader
+    identity: str  # identifies the rows and the version of the task
 
 
 def mistakes(names: list[str], data_dir: str | None, prefix: str = "") -> list[str]:
-    """What is wrong with the values of the keys PREFIXtasks and PREFIXdata_dir, each with its remedy."""
+    """Mistakes in the keys PREFIXtasks and PREFIXdata_dir, each with its remedy."""
     found = []
     if unknown := [name for name in names if name not in TASKS]:
         close = [match for name in unknown for match in difflib.get_close_matches(name, TASKS, n=1)]
         hint = f"did you mean {', '.join(close)}? " if close else ""
         found.append(f"{prefix}tasks has {', '.join(unknown)}: {hint}it should have some of {', '.join(TASKS)}")
     if len(set(names)) < len(names):
-        found.append(f"{prefix}tasks names one twice: {', '.join(names)}")
+        found.append(f"{prefix}tasks has duplicates: {', '.join(names)}")
     if data_dir is not None and not Path(data_dir).expanduser().is_dir():
         found.append(f"{prefix}data_dir={data_dir} is not a folder: it should hold TASK/SPLIT.jsonl or .parquet")
     return found
 
 
 def load_on_all(name: str, data_dir: str | None, ranks: Ranks) -> LoadedTask:
-    """`load` on all ranks, local rows at once; of the hub the main rank downloads first, and the others find it there.
-    Raises TaskUnavailable on all or none."""
+    """`load` on all ranks. From the hub, the main rank downloads first and the others use its cache. Raises
+    TaskUnavailable on all ranks or on none."""
     loaded: LoadedTask | None = None
     first = ranks.is_main or data_dir is not None
     for turn in (True, False):
@@ -90,7 +90,7 @@ def load_on_all(name: str, data_dir: str | None, ranks: Ranks) -> LoadedTask:
 
 
 def load(name: str, data_dir: str | None) -> LoadedTask:
-    """The task on the rows of `data_dir`, or of the hub. Raises TaskUnavailable."""
+    """Load a task with rows from `data_dir` or the hub. Raises TaskUnavailable."""
     from lm_eval import tasks
 
     definition = Path(tasks.__file__).parent / TASKS[name].path
@@ -102,19 +102,19 @@ def load(name: str, data_dir: str | None) -> LoadedTask:
                 definition.write_text(json.dumps(on_local_rows(name, stock, source) | NO_EXAMPLES))  # JSON is YAML
             if source is not None and source.stat().st_size == 0:
                 raise ValueError("the file is empty")
-            if source is not None:  # before lm-eval reads them, and fails without naming a row
+            if source is not None:  # check before lm-eval fails without naming a row
                 _require_whole(name, _read(source))
             task = tasks.TaskManager(include_defaults=False).load([str(definition)])["tasks"][name]
             task.set_config("num_fewshot", 0)
-            task.set_fewshot_seed(1234)  # the one of lm_eval, though nothing is drawn
+            task.set_fewshot_seed(1234)  # lm-eval's own seed, though nothing is drawn
             docs = task.eval_docs
             if source is None:
                 _require_whole(name, task.dataset[TASKS[name].split])
-    except Exception as error:  # of the libraries, the network, or a row without a field
+    except Exception as error:  # from libraries, the network, or a row without a field
         where, remedy = f"the rows in {source}", "they should be in the schema of the hub's data set"
         if source is None:
             where, remedy = f"the data set of {name} on the hub", "data_dir=DIR takes local rows"
-        chain = [error] if error.__cause__ is None else [error, error.__cause__]  # the library's, and what it read
+        chain = [error] if error.__cause__ is None else [error, error.__cause__]  # the library's error and its cause
         reason = ": ".join(f"{type(link).__name__}: {' '.join(str(link).split())}" for link in chain)
         raise TaskUnavailable(f"{where} cannot be used: {reason}; {remedy}") from error
     split = TASKS[name].split if source is None else source.stem
@@ -126,25 +126,25 @@ def load(name: str, data_dir: str | None) -> LoadedTask:
 def _read(source: Path) -> Any:
     import datasets
 
-    # As `on_local_rows` says where the rows are: then lm-eval finds them converted.
+    # Same paths as in `on_local_rows`, so that lm-eval finds the converted rows in the cache.
     files = {source.stem: str(source.resolve())}
     return datasets.load_dataset(FORMATS[source.suffix], data_files=files, split=source.stem)
 
 
 def _require_whole(name: str, found: Any) -> None:
-    """Raises ValueError, naming the rows that cannot be scored."""
+    """Raises ValueError that lists the rows that cannot be scored."""
     if (wrong := rows.mistakes(name, each_row(found))) is not None:
         raise ValueError(wrong)
 
 
 def each_row(dataset: Any) -> Iterator[dict[str, Any]]:
-    """The rows that iterating over a `datasets.Dataset` gives, but read many at once."""
+    """Iterate over the rows of a `datasets.Dataset`, reading many at a time."""
     for columns in dataset.iter(READ_AT_ONCE):
         yield from (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
 
 
 def local_rows(name: str, data_dir: str) -> Path:
-    """The file with the rows to score. Raises TaskUnavailable, naming what would have done."""
+    """The file with the rows to score. Raises TaskUnavailable, which lists the accepted names."""
     splits, folder = dict.fromkeys((TASKS[name].split, "validation")), Path(data_dir).expanduser() / name
     wanted = [folder / f"{split}{suffix}" for split in splits for suffix in FORMATS]
     for path in wanted:
@@ -154,7 +154,7 @@ def local_rows(name: str, data_dir: str) -> Path:
 
 
 def on_local_rows(name: str, stock: Path, source: Path) -> dict[str, Any]:
-    """lm-eval's definition with other rows; `null` keeps it from asking for the splits that are not there."""
+    """lm-eval's definition with local rows; `null` keeps lm-eval from asking for missing splits."""
     splits = {f"{split}_split": split if split == source.stem else None for split in ("training", "validation", "test")}
     data = {
         "dataset_path": FORMATS[source.suffix],
@@ -165,8 +165,8 @@ def on_local_rows(name: str, stock: Path, source: Path) -> dict[str, Any]:
 
 @contextmanager
 def _cached(local: bool) -> Iterator[None]:
-    """The datasets library writes the rows of local files to its cache: where that cannot be, as in a home that cannot
-    be written, to a folder that ends with this process."""
+    """The datasets library writes rows of local files to its cache; if that is not writable, use a temporary folder
+    that is removed with this process."""
     import datasets
 
     before = datasets.config.HF_DATASETS_CACHE
@@ -192,7 +192,7 @@ def _folder_of_this_process() -> str:
 
 @contextmanager
 def _quiet(local: bool) -> Iterator[None]:
-    """Without the bars of the datasets library for local files; a download shows them."""
+    """Hide the progress bars of the datasets library for local files; downloads show them."""
     import datasets
 
     change = local and not datasets.are_progress_bars_disabled()

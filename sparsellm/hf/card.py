@@ -1,8 +1,8 @@
 """The model card of a checkpoint, hf/README.md: what the model is, what it was trained on, and with which command.
 
-Made of the configuration and of the rows of metrics.jsonl that the checkpoint counts on, so the same state gives the
-same text. The card may become public: times and names of machines are left out, the folders of paths that lead out of
-the working directory, and passwords, queries and fragments of URLs. Names are escaped for Markdown and HTML.
+Built from the configuration and the rows of metrics.jsonl up to the checkpoint, so the same state gives the same text.
+The card may become public, so it leaves out times, host names, folders of paths outside the working directory, and
+passwords, queries and fragments of URLs. Names are escaped for Markdown and HTML.
 """
 
 import html
@@ -32,10 +32,10 @@ from sparsellm.config import (
 from sparsellm.config.schema import relu_share
 from sparsellm.hf import conversion
 
-WARMUP = "optimizer.warmup_steps"  # always spelled: composing would shorten the default for a short run
+WARMUP = "optimizer.warmup_steps"  # always written out: composing would shorten the default for a short run
 MAX_TOKENS = "data.max_tokens"
 LICENCE = "FILL IN"
-FOLDER = "FOLDER"  # in place of the folders of a path that leads out of the working directory
+FOLDER = "FOLDER"  # replaces the folders of a path outside the working directory
 
 _TEXT = """\
 ---
@@ -65,8 +65,8 @@ files.
 
 
 def text(config: Config, step: int, rows: list[dict[str, Any]], prepared: int | None = None) -> str:
-    """The card of the run's checkpoint of `step`. `rows`: those of metrics.jsonl, or the ones that MetricsFile.telling
-    has of them; later ones are not looked at. `prepared`: as `commands_of` takes it."""
+    """The card of the run's checkpoint at `step`. `rows`: of metrics.jsonl, or as MetricsFile.telling selects them;
+    rows after `step` are ignored. `prepared`: see `commands_of`."""
     rows = [row for row in rows if row["step"] <= step]
     relu = config.sparsity.activation == Activation.relu
     kind = f"A language model whose feedforward layers are {'sparse (ReLU)' if relu else 'dense (SiLU)'},"
@@ -104,14 +104,14 @@ def _last(rows: list[dict[str, Any]], key: str) -> dict[str, Any] | None:
 
 
 def licence(card: str) -> str | None:
-    """What the head of a model card says: the hub's name of a licence. Raises ValueError if the head cannot be read."""
+    """The licence in the card's YAML header (a hub licence name). Raises ValueError if the header cannot be read."""
     return _parsed(card).data.license
 
 
 def licensed(card: str, name: str) -> str:
-    """The model card with the licence `name`, of the weights, in its head, and where its text leaves that open.
+    """The card with `name` as the licence of the weights, in its YAML header and in the placeholder of its text.
 
-    Raises ValueError if the head cannot be read.
+    Raises ValueError if the header cannot be read.
     """
     parsed = _parsed(card)
     if parsed.data.license is None:
@@ -124,16 +124,15 @@ def licensed(card: str, name: str) -> str:
 def _parsed(card: str) -> Any:  # a ModelCard, whose data has the fields that the card gives
     try:
         return ModelCard(card)
-    except Exception as error:  # of the YAML parser, or of the library for values that it does not know
-        raise ValueError(f"its head is not a model card's: {' '.join(str(error).split())}") from error
+    except Exception as error:  # from the YAML parser, or the library for values it does not know
+        raise ValueError(f"its YAML header cannot be read as a model card's: {' '.join(str(error).split())}") from error
 
 
 def commands_of(config: Config, prepared: int | None = None) -> list[str]:
-    """The command lines that prepare the data, where it is prepared from one source, and train the same model.
+    """The commands that prepare the data (if it has one source) and train the same model.
 
-    `prepared`: how many training tokens the run found, if it was prepared ones. They may be more than it asks for, and
-    their number decides the order in which they are read. Who types the commands replaces FOLDER, which stands for the
-    folders of this machine.
+    `prepared`: the number of prepared training tokens that the run found. It may exceed what the run asks for, and it
+    decides the order in which tokens are read. FOLDER stands for the folders of this machine and must be replaced.
     """
     default, typed = definition(from_overrides([])), dict[str, Any]()
     for key, value in definition(config).items():
@@ -152,7 +151,7 @@ def commands_of(config: Config, prepared: int | None = None) -> list[str]:
 
 
 def _spelled(value: Any) -> str:
-    """`value` as an override has it."""
+    """`value` as written in an override."""
     if isinstance(value, list):
         return f"[{','.join(map(_spelled, value))}]"
     if isinstance(value, dict):
@@ -164,8 +163,8 @@ def _spelled(value: Any) -> str:
 
 
 def without_folders(value: Any) -> Any:
-    """`value`, and what is in a list or dictionary, without what belongs to this machine or its user: folders of paths
-    that lead out of the working directory; passwords, queries and fragments of URLs."""
+    """`value`, recursively, without what belongs to this machine or user: folders of paths outside the working
+    directory; passwords, queries and fragments of URLs."""
     if isinstance(value, dict):
         return {key: without_folders(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -182,7 +181,7 @@ def without_folders(value: Any) -> Any:
 
 
 def _argument(text: str) -> str:
-    """`text` for a shell, on one line: another would end the card's block of code."""
+    """`text` quoted for a shell, on one line, because a newline would end the card's code block."""
     if text.isprintable():
         return shlex.quote(text)
     return "$'" + "".join(_ansi(character) for character in text) + "'"
@@ -195,7 +194,7 @@ def _ansi(character: str) -> str:
 
 
 def _escaped(name: str) -> str:
-    """`name` as a cell of a Markdown table shows it, to the letter and on one line."""
+    """`name` escaped so that a Markdown table cell shows it literally, on one line."""
     return re.sub(r"[\\`*|\[\]]", r"\\\g<0>", html.escape(" ".join(name.split()), quote=False))
 
 
@@ -249,8 +248,8 @@ def _origin_facts(
     if sparsity.relu_tokens:
         gate = f"from SiLU to ReLU over {sparsity.relu_tokens:,} tokens"
         if (share := relu_share(tokens, sparsity)) < 1:
-            gate += f"; cross entropies and nonzeros are of the gate of this step, {share:.0%} ReLU, and not of this"
-            gate += " model, which is loaded with the final one"
+            gate += f"; cross entropies and nonzeros were measured with this step's gate, {share:.0%} ReLU, not with"
+            gate += " the final gate, with which this model is loaded"
         found.append(("gate", gate))
     if distill.teacher is not None:
         found.append(("teacher", f"{_escaped(_spelled(distill.teacher))}, weight {distill.weight:g}"))
@@ -258,14 +257,14 @@ def _origin_facts(
 
 
 def _attention_facts(model: ModelConfig) -> list[tuple[str, str]]:
-    """What differs from attention with as many heads of keys as of queries, and from a tied head."""
+    """What differs from plain multi-head attention and a tied output matrix."""
     said = [
-        (model.kv_heads != model.num_heads, f"{model.kv_heads} heads of keys and values"),
-        (model.head_dim is not None, f"heads of width {model.head_width}"),
-        (model.attention_bias, "biases of queries, keys and values"),
+        (model.kv_heads != model.num_heads, f"{model.kv_heads} key/value heads"),
+        (model.head_dim is not None, f"head dimension {model.head_width}"),
+        (model.attention_bias, "query, key and value biases"),
         (model.qk_norm, "normalised queries and keys"),
         (model.rope_parameters.rope_type != RopeType.default, f"{model.rope_parameters.rope_type.name} rotary scaling"),
-        (not model.tie_embeddings, "an output matrix beside the embedding"),
+        (not model.tie_embeddings, "output matrix not tied to the embedding"),
     ]
     found = [what for holds, what in said if holds]
     return [("attention and head", "; ".join(found))] if found else []

@@ -47,7 +47,7 @@ ABSENT: dict[str, tuple[Any, ...]] = {
     "n_routed_experts": (0,),
     "quantization_config": (),
 }
-CANNOT = "is not a model that the decoder can hold"
+CANNOT = "is not a model that the decoder can represent"
 PREFIX = "model."
 HEAD = "lm_head.weight"
 WEIGHTS = "model.safetensors"

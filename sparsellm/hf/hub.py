@@ -19,7 +19,7 @@ def answers(what: str) -> bool:
     if is_main_rank():
         warn(f"looking for {what} on the hub")
     if (reason := obstacle()) is not None and is_main_rank():
-        warn(f"{reason}: only copies of its files on this machine can be used")
+        warn(f"{reason}: using only files that this machine has cached")
     return reason is None
 
 

@@ -1,8 +1,8 @@
-"""Reading a Hugging Face model from a folder or the hub: complete, and without running anything that it brings.
+"""Reads a Hugging Face model from a folder or the hub, completely, and without running code from the checkpoint.
 
-transformers fills a missing tensor with random numbers, and asks whether to run code that a checkpoint brings. Here
-every tensor must be there, of its shape, and finite; and only data is read, JSON and safetensors. A published sparse
-checkpoint becomes a stock model in memory (published.py). No other file calls transformers' `from_pretrained`.
+transformers fills missing tensors with random numbers and offers to run code from the checkpoint. Here every tensor
+must exist, have its shape and be finite, and only data (JSON and safetensors) is read. A published sparse checkpoint
+becomes a stock model in memory (published.py). No other file calls transformers' `from_pretrained`.
 """
 
 import json
@@ -21,15 +21,15 @@ from sparsellm.system.errors import SparsellmError
 
 T = TypeVar("T")
 
-NAMED = 4  # how many tensors with one kind of damage a message names
+NAMED = 4  # tensors that a message lists per kind of damage
 REMEDY = "restore the checkpoint from its source, or give another one"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-# Patterns of files whose presence would make transformers load other weights than those of WEIGHTS.
+# Files whose presence would make transformers load other weights than WEIGHTS.
 FOREIGN = {
-    "adapter_config.json": "of an adapter to another model",
+    "adapter_config.json": "an adapter to another model",
     "shard-*.safetensors": "of a distributed checkpoint",
 }
-# Keys of config.json that decide what a model of these types computes, and that transformers would fill in if absent.
+# Keys of config.json that decide what these models compute; transformers would fill them in if absent.
 REQUIRED = (
     "hidden_act", "hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads",
     "num_hidden_layers", "rms_norm_eps", "rope_theta", "vocab_size",
@@ -38,15 +38,15 @@ ALSO_REQUIRED: dict[str, tuple[str, ...]] = {
     "llama": (), "arcee": (), "mistral": ("num_key_value_heads",), "qwen2": ("num_key_value_heads",),
     "qwen3": ("num_key_value_heads", "head_dim"),
 }  # fmt: skip
-# Llama 1 and 2 were published before the key was: without it, their rotary embedding has this base.
+# Llama 1 and 2 predate the key: without it, their rotary embedding has this base.
 OLDEST_THETA = {"llama": 10_000.0, published.MODEL_TYPE: 10_000.0}
-# The least and the most that numbers of config.json can be, with room above every model that there is.
+# Bounds of the numbers in config.json, with room above every existing model.
 WHOLE = {
     "vocab_size": (1, 2**24), "hidden_size": (1, 2**20), "intermediate_size": (1, 2**24),
     "num_hidden_layers": (1, 2**14), "num_attention_heads": (1, 2**16), "num_key_value_heads": (1, 2**16),
     "head_dim": (1, 2**16), "max_position_embeddings": (1, 2**30), "original_max_position_embeddings": (1, 2**30),
 }  # fmt: skip
-TINY = 1e-30  # in place of 0, which is none of them
+TINY = 1e-30  # excludes 0
 REAL = {
     "rms_norm_eps": (TINY, 1.0), "initializer_range": (0.0, 100.0), "rope_theta": (TINY, 1e15), "factor": (TINY, 1e6),
     "low_freq_factor": (TINY, 1e6), "high_freq_factor": (TINY, 1e6), "beta_fast": (TINY, 1e6), "beta_slow": (TINY, 1e6),
@@ -54,16 +54,16 @@ REAL = {
     "attention_dropout": (0.0, 1.0),
 }  # fmt: skip
 ROPE = ("rope_parameters", "rope_scaling")
-# What a model's repository holds at its top for reading: no code, no pickles, no training state.
+# What is downloaded from a model's repository: no code, no pickles, no training state.
 DATA = ("*.json", "*.safetensors", "*.txt", "*.jinja", "tokenizer.model")
-# What lies beside the weights and config.json: how text becomes tokens and how tokens are drawn, no code.
+# Files besides weights and config.json: tokenizer and generation settings, no code.
 COMPANIONS = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
-SHAPES = "not of the shape that config.json describes"
-TEXTS = (".json", ".md", ".txt", ".jinja", ".model")  # all but the weights: libraries read them whole
-PARAMETERS_PER_BYTE = 4  # of the files, at most: a quantized model has at least 2 bits for each parameter
+SHAPES = "whose shape differs from config.json"
+TEXTS = (".json", ".md", ".txt", ".jinja", ".model")  # libraries read these files whole
+PARAMETERS_PER_BYTE = 4  # upper bound: a quantized model has at least 2 bits per parameter
 
 
 class BrokenModel(SparsellmError, ValueError):
@@ -71,7 +71,8 @@ class BrokenModel(SparsellmError, ValueError):
 
 
 def read_config(path: str | Path) -> Any:
-    """The model's configuration; for a published sparse checkpoint (published.py), that of its stock model.
+    """The model's configuration; for a published sparse checkpoint (published.py), the configuration of its stock
+    model.
 
     Raises BrokenModel, and OSError if the hub cannot be read.
     """
@@ -83,12 +84,12 @@ def read_config(path: str | Path) -> Any:
         for pattern, what in FOREIGN.items():
             for file in Path(path).glob(pattern):
                 raise BrokenModel(
-                    f"{path} holds {file.name}, {what}: its weights should be {WEIGHTS}; remove the former"
+                    f"{path} holds {file.name}, {what}: its weights should be {WEIGHTS}; remove {file.name}"
                 )
     if local and not Path(path, "config.json").is_file():
-        raise BrokenModel(f"{path} holds no config.json: give a Hugging Face folder, as the hf/ of a checkpoint")
+        raise BrokenModel(f"{path} holds no config.json: give a Hugging Face folder, such as hf/ in a checkpoint")
     given = _config_json(path)
-    if wrong := _wrong_numbers(given):  # before transformers makes something of them, as a list of all layers
+    if wrong := _wrong_numbers(given):  # before transformers uses them, for example to build a list of all layers
         raise BrokenModel(f"config.json of {path} has {'; '.join(wrong)}; {REMEDY}")
 
     def described() -> Any:
@@ -101,12 +102,12 @@ def read_config(path: str | Path) -> Any:
         theta = OLDEST_THETA.get(str(given.get("model_type")))
         given = (given.get("rope_parameters") or {}) | given
         if theta is not None and given.get("rope_theta") is None and config.rope_parameters["rope_theta"] == theta:
-            _say_once(f"config.json of {path} has no rope_theta: it is read as {theta:,.0f}, as Llama 1 and 2 have it")
+            _say_once(f"config.json of {path} has no rope_theta: using {theta:,.0f}, as in Llama 1 and 2")
             given["rope_theta"] = theta
         if absent := [key for key in (*REQUIRED, *ALSO_REQUIRED[config.model_type]) if given.get(key) is None]:
             raise BrokenModel(
-                f"config.json of {path} has no {', '.join(absent)}, and transformers' default may be another than the"
-                f" model's: {REMEDY}, or add what is absent"
+                f"config.json of {path} has no {', '.join(absent)}, and transformers' default may differ from the"
+                f" model's value: {REMEDY}, or add the missing keys"
             )
     for key in ("_attn_implementation", "_experts_implementation"):
         if "/" in str(getattr(config, key, None)):
@@ -118,7 +119,7 @@ def read_config(path: str | Path) -> Any:
 
 
 def _wrong_numbers(given: dict[str, Any]) -> list[str]:
-    """The numbers of a config.json of a type that the decoder knows that are out of all bounds, in words."""
+    """One message for each number out of bounds in the config.json of a model type that the decoder knows."""
     if given.get("model_type") not in (*ALSO_REQUIRED, published.MODEL_TYPE):
         return []
     found = []
@@ -136,15 +137,15 @@ def _wrong_numbers(given: dict[str, Any]) -> list[str]:
 
 
 def require_files(folder: Path) -> None:
-    """Raises BrokenModel if libraries would wait for what is in `folder`: for a FIFO, or for text without an end."""
+    """Raises BrokenModel for files of `folder` on which libraries would hang, such as a FIFO or an endless text."""
     for file in folder.iterdir():
         if not file.exists():
-            raise BrokenModel(f"{file} is a link that leads nowhere: {REMEDY}")
+            raise BrokenModel(f"{file} is a dangling link: {REMEDY}")
         kind = file.stat().st_mode
         if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
-            raise BrokenModel(f"{file} is a FIFO, a socket or a device, and should be a file: {REMEDY}")
+            raise BrokenModel(f"{file} is a FIFO, a socket or a device: it should be a regular file: {REMEDY}")
         if file.suffix in TEXTS and file.is_file() and (size := file.stat().st_size) > regular.MOST:
-            raise BrokenModel(f"{file} has {size:,} bytes, and should have {regular.MOST:,} at the most: {REMEDY}")
+            raise BrokenModel(f"{file} has {size:,} bytes: it should have at most {regular.MOST:,}; {REMEDY}")
 
 
 def read_tokenizer(path: str | Path, vocab_size: int) -> Any:
@@ -159,7 +160,7 @@ def read_tokenizer(path: str | Path, vocab_size: int) -> Any:
     )
     if (file := _file_of(path, "tokenizer.json")) is not None:
         _reading(path, "tokenizer.json", lambda: tokenizer_file.check(file))
-    # transformers looks at the kind of model too, to choose a tokenizer's class.
+    # transformers also uses the model type to choose the tokenizer's class.
     config = read_config(path) if is_foreign(path) else None
     tokenizer = _reading(
         path,
@@ -169,16 +170,16 @@ def read_tokenizer(path: str | Path, vocab_size: int) -> Any:
     words = _reading(path, what, lambda: tokenizer.get_vocab() if tokenizer("why water").input_ids else {})
     if not words:
         raise BrokenModel(
-            f"the tokenizer of {path} makes no tokens of a text: tokenizer.json or its vocabulary is missing; {REMEDY}"
+            f"the tokenizer of {path} produces no tokens: tokenizer.json or its vocabulary is missing; {REMEDY}"
         )
-    if getattr(tokenizer, "is_fast", False):  # of others there is no tokenizer.json
+    if getattr(tokenizer, "is_fast", False):  # slow tokenizers have no tokenizer.json
         for change in _reading(path, what, lambda: tokenizer_file.settle(tokenizer.backend_tokenizer)):
             _say_once(f"the tokenizer of {path}: {change}")
     word, largest = max(words.items(), key=lambda item: item[1])
     if largest >= vocab_size:
         raise BrokenModel(
-            f"the tokenizer of {path} has token {largest:,} ({word!r}), which exceeds the vocabulary of the model,"
-            f" {vocab_size:,}: the two should be of one checkpoint; {REMEDY}"
+            f"the tokenizer of {path} has token {largest:,} ({word!r}), outside the model's vocabulary of"
+            f" {vocab_size:,}: tokenizer and model should come from one checkpoint; {REMEDY}"
         )
     return tokenizer
 
@@ -190,8 +191,8 @@ def _say_once(text: str) -> None:
 
 
 def stop_tokens(path: str | Path, tokenizer: Any = None) -> set[int]:
-    """The ids that end a text: every eos_token that its `tokenizer`, if given, config.json and generation_config.json
-    name, as those of the end of a text and of a turn. Raises BrokenModel, and OSError if the hub cannot be read."""
+    """The ids that end a text or a chat turn: every eos_token of config.json, generation_config.json and, if given,
+    `tokenizer`. Raises BrokenModel, and OSError if the hub cannot be read."""
 
     def named() -> set[int]:
         file = _file_of(path, "generation_config.json")
@@ -204,10 +205,10 @@ def stop_tokens(path: str | Path, tokenizer: Any = None) -> set[int]:
         ):
             found.update([] if given is None else given if isinstance(given, list) else [given])
         if wrong := [token for token in found if not isinstance(token, int)]:
-            raise ValueError(f"eos_token_id has {wrong[0]!r}: it should be a token's id, or a list of some")
+            raise ValueError(f"eos_token_id has {wrong[0]!r}: it should be a token id or a list of token ids")
         return found
 
-    return _reading(path, "what ends a text", named)
+    return _reading(path, "the end-of-text tokens", named)
 
 
 def read_model(path: str | Path, dtype: torch.dtype | str = "auto") -> Any:
@@ -228,9 +229,9 @@ def read_model(path: str | Path, dtype: torch.dtype | str = "auto") -> Any:
     elif local:
         verify_files(Path(path), config)
     before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()  # else transformers would print a table of what _refuse reports
+    logging.set_verbosity_error()  # _refuse reports what transformers would print as a table
     if local:
-        logging.disable_progress_bar()  # a folder is read in seconds
+        logging.disable_progress_bar()  # reading a local folder takes seconds
     try:
         read: Any = _reading(
             path,
@@ -247,11 +248,11 @@ def read_model(path: str | Path, dtype: torch.dtype | str = "auto") -> Any:
     model, found = read  # for output_loading_info
     wrong = {
         "missing": found["missing_keys"],
-        "of no layer that config.json describes": found["unexpected_keys"],
+        "that belong to no layer in config.json": found["unexpected_keys"],
         SHAPES: [name for name, *_ in found["mismatched_keys"]],
         "unreadable": found.get("error_msgs", ()),
         "with values that are not finite": not_finite(model.state_dict()),
-        "not equal to the embedding, as config.json says (tie_word_embeddings)": _untied(model, config),
+        "not equal to the embedding, contrary to config.json (tie_word_embeddings)": _untied(model, config),
     }
     _refuse(path, wrong)
     return model
@@ -270,14 +271,14 @@ def stored_dtype(path: str | Path) -> torch.dtype:
 
 
 def commit(name: str) -> str:
-    """The hub's commit from which the model `name` is read. Raises OSError if the hub cannot be read."""
+    """The hub commit from which the model `name` is read. Raises OSError if the hub cannot be read."""
     from huggingface_hub import hf_hub_download
 
     return Path(hf_hub_download(name, "config.json")).parent.name
 
 
 def data_folder(path: str | Path) -> Path:
-    """The folder of the model's files: `path`, or for a hub name the hub's copy on this machine, without any code.
+    """The folder of the model's files: `path`, or for a hub name the local snapshot, without code.
 
     Raises OSError if the hub cannot be read.
     """
@@ -289,7 +290,7 @@ def data_folder(path: str | Path) -> Path:
 
 
 def _file_of(path: str | Path, name: str) -> Path | None:
-    """None where there is none, and where the hub cannot be asked, as transformers has it."""
+    """None if the file does not exist or the hub cannot be asked, as in transformers."""
     from transformers.utils import cached_file
 
     file = cached_file(
@@ -310,7 +311,7 @@ def _config_json(path: str | Path) -> dict[str, Any]:
 
 
 def is_foreign(path: str | Path) -> bool:
-    """Whether transformers does not load it by itself: a published sparse checkpoint (published.py)."""
+    """Whether it is a published sparse checkpoint (published.py), which transformers alone cannot load."""
     return _config_json(path).get("model_type") == published.MODEL_TYPE
 
 
@@ -324,7 +325,8 @@ def _tensors(folder: Path, files: list[str]) -> dict[str, torch.Tensor]:
 
 
 def _reading(path: str | Path, what: str, work: Callable[[], T]) -> T:
-    """The result of `work`. What a library raises because of damaged files becomes a BrokenModel that names them."""
+    """The result of `work`. An exception that a library raises for damaged files becomes a BrokenModel that names
+    them."""
     try:
         return work()
     except (BrokenModel, MemoryError):
@@ -336,18 +338,18 @@ def _reading(path: str | Path, what: str, work: Callable[[], T]) -> T:
             raise  # the hub is at fault, not the model
         reason = " ".join(str(error).split())
         if "trust_remote_code" in reason or "custom code" in reason:
-            reason = "transformers has no such model, and code that a checkpoint brings (auto_map) is never run"
+            reason = "transformers has no such model, and code from a checkpoint (auto_map) is never run"
         text = f"{what} of {path} cannot be read: {type(error).__name__}: {reason:.500}; {REMEDY}"
         raise BrokenModel(text) from error
 
 
 def verify_files(folder: Path, config: Any) -> list[str]:
-    """Check that the safetensors of a folder are whole, as far as their headers say, and return their names.
+    """Check by their headers that the safetensors of a folder are complete, and return their names.
 
     Raises BrokenModel.
 
-    This comes before transformers builds the model, because transformers would allocate what is missing, however large
-    config.json says that it is.
+    This runs before transformers builds the model, because transformers would allocate missing tensors of any size that
+    config.json states.
     """
     from safetensors import safe_open
     from transformers import AutoModelForCausalLM
@@ -376,12 +378,14 @@ def verify_files(folder: Path, config: Any) -> list[str]:
         ]
         integers = [] if quantized else integers
         elsewhere = [] if expected is None else [tensor for tensor in found if expected.get(tensor) != name]
-        _refuse(folder / name, {"not of floating point": integers, f"not where {INDEX} says": elsewhere})
+        _refuse(folder / name, {"with integer values": integers, f"not where {INDEX} says": elsewhere})
         held |= {tensor: torch.empty(of.get_shape(), device="meta") for tensor, of in found.items()}
     _refuse(folder, {"missing": (expected or {}).keys() - held.keys()})
     layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
     if layers > len(held):
-        raise BrokenModel(f"config.json of {folder} has {layers:,} layers, and the files {len(held)} tensors; {REMEDY}")
+        raise BrokenModel(
+            f"config.json of {folder} has {layers:,} layers, but the files have only {len(held)} tensors; {REMEDY}"
+        )
 
     def build() -> Any:
         with torch.device("meta"):
@@ -392,10 +396,12 @@ def verify_files(folder: Path, config: Any) -> list[str]:
     size = sum((folder / name).stat().st_size for name in files)
     if described > PARAMETERS_PER_BYTE * size:
         raise BrokenModel(
-            f"config.json of {folder} describes {described:,} parameters, and the files have {size:,} bytes: they"
-            f" should be of one checkpoint; {REMEDY}"
+            f"config.json of {folder} describes {described:,} parameters, but the files have only {size:,} bytes: they"
+            f" should come from one checkpoint; {REMEDY}"
         )
-    if config.model_type in ALSO_REQUIRED and not quantized:  # of others transformers may rename and join tensors
+    if (
+        config.model_type in ALSO_REQUIRED and not quantized
+    ):  # for other types transformers may rename and merge tensors
         if is_foreign(folder):
             held, wrong = published.stock_tensors(held, config)
             _refuse(folder, wrong)
@@ -404,8 +410,8 @@ def verify_files(folder: Path, config: Any) -> list[str]:
 
 
 def _misfits(held: dict[str, torch.Tensor], model: Any) -> dict[str, list[str]]:
-    """{what is wrong: names} of the tensors of files, by their shapes, for `model`, whose files may name them with or
-    without the prefix of the whole model."""
+    """{what is wrong: tensor names}, by comparing the files' shapes with `model`'s. Names in files may lack the model
+    prefix."""
     prefix = f"{model.base_model_prefix}."
     shapes = {name.removeprefix(prefix): tensor.shape for name, tensor in held.items()}
     wanted = {name.removeprefix(prefix): (name, tensor.shape) for name, tensor in model.state_dict().items()}
@@ -423,7 +429,7 @@ def not_finite(tensors: dict[str, torch.Tensor]) -> list[str]:
         if not tensor.is_floating_point() or not tensor.numel():
             return True
         values = tensor.float() if tensor.element_size() == 1 else tensor  # float8 has no comparisons
-        # If any value is NaN, so are minimum and maximum. This takes one pass and no copy: 50 times as fast as
+        # If any value is NaN, so are minimum and maximum. One pass, no copy: 50 times as fast as
         # isfinite(values).all().
         return bool(torch.isfinite(torch.stack(values.aminmax())).all())
 
@@ -431,7 +437,7 @@ def not_finite(tensors: dict[str, torch.Tensor]) -> list[str]:
 
 
 def _untied(model: Any, config: Any) -> list[str]:
-    """["lm_head.weight"] where config.json ties the output matrix to the embedding, and the files hold another one."""
+    """["lm_head.weight"] if config.json ties the output matrix to the embedding but the files hold a different one."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if not getattr(config.get_text_config(), "tie_word_embeddings", False) or head is None or embedding is None:
         return []
@@ -439,7 +445,7 @@ def _untied(model: Any, config: Any) -> list[str]:
 
 
 def _refuse(path: str | Path, wrong: dict[str, Any]) -> None:
-    """Raise BrokenModel if `wrong`, {what is wrong: names of tensors}, names any tensor."""
+    """Raise BrokenModel if `wrong`, {what is wrong: tensor names}, lists any tensor."""
     said = [f"{what}: {_list(sorted(names))}" for what, names in wrong.items() if names]
     if said:
         raise BrokenModel(f"the model in {path} has broken tensors: {'; '.join(said)}; {REMEDY}")

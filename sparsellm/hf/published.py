@@ -32,7 +32,7 @@ def stock_config(given: dict[str, Any]) -> Any:
     if not isinstance(gated := given.get(GATED), bool):
         raise ValueError(f"{GATED} is {gated!r}: it should be true or false")
     if given.get("quantization_config") is not None:
-        raise ValueError("it has quantization_config: the weights should be plain floating point")
+        raise ValueError("it has quantization_config: the weights should be plain floating-point numbers")
     kind, name = (LlamaConfig, "LlamaForCausalLM") if gated else (ArceeConfig, "ArceeForCausalLM")
     kept = {key: value for key, value in given.items() if not key.startswith("sparsity_") and key not in NOT_STOCK}
     neurons = given.get(NEURONS)
@@ -50,7 +50,7 @@ def stock_tensors(tensors: dict[str, Tensor], config: Any) -> tuple[dict[str, Te
     names} for tensors that fit neither spelling. Every other tensor is returned unchanged."""
     gated, stock = config.model_type == "llama", {}
     shape = [config.intermediate_size, config.hidden_size]
-    wrong: dict[str, list[str]] = {"given in both spellings": [], "of no known layout": [], "square, so ambiguous": []}
+    wrong: dict[str, list[str]] = {"present in both spellings": [], "of unknown layout": [], "square, so ambiguous": []}
     for name, tensor in tensors.items():
         match = WEIGHT.fullmatch(name)
         if is_counter(name):
@@ -68,8 +68,8 @@ def stock_tensors(tensors: dict[str, Tensor], config: Any) -> tuple[dict[str, Te
         else:
             transposed = not proj and not (gated and part == "up")
         if found != (expected[::-1] if transposed else expected):
-            wrong["of no known layout"].append(f"{name} {found}")
+            wrong["of unknown layout"].append(f"{name} {found}")
         if theirs in stock:
-            wrong["given in both spellings"].append(theirs)
+            wrong["present in both spellings"].append(theirs)
         stock[theirs] = tensor.t().contiguous() if transposed and tensor.dim() == 2 else tensor
     return stock, wrong

@@ -1,15 +1,14 @@
-"""Tokenizers of others, wherever one is loaded: tried where it can do no harm, and made to do what training and prompts
-need.
+"""Loads tokenizers from other sources: tries them in a separate process and adapts them to training and prompts.
 
-A damaged tokenizer.json may fill the memory, never end, or end its process: the library does no more than to read it,
-and its errors are panics of Rust, too. So one is tried first in a process of its own, by running this file.
+A damaged tokenizer.json may exhaust memory, hang, or kill its process: the library does not validate it, and some of
+its errors are Rust panics. So it is first tried in a separate process, which runs this file.
 
-What training and prompts need:
+Training and prompts need that:
 
 - The same text always gives the same tokens: BPE dropout and Unigram sampling are switched off.
-- A prompt is gone on from, so nothing stands behind it: what a post-processor puts there, as RoBERTa's </s>, is taken
-  away. What it puts in front stays.
-- A text has all its tokens: truncation and padding are switched off.
+- A prompt ends in its own text, because generation continues it: tokens that a post-processor appends, such as
+  RoBERTa's </s>, are removed. Tokens that it prepends stay.
+- A text keeps all its tokens: truncation and padding are switched off.
 """
 
 import json
@@ -24,13 +23,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from sparsellm.system.errors import SparsellmError
 
-LARGEST = 256 << 20  # bytes of a tokenizer.json; those of 260,000 tokens have 33 MB
-# What loading one and a few words may take, of processor time and bytes. One of 260,000 tokens takes 2 s and 0.5 GB.
+LARGEST = 256 << 20  # bytes of a tokenizer.json; 260,000 tokens take 33 MB
+# Limits of CPU time and memory for loading a tokenizer and encoding a few words. 260,000 tokens take 2 s and 0.5 GB.
 SECONDS, MEMORY = 30, 4 << 30
-WAITED = 10  # times as long at most, where processors have other work
+WAITED = 10  # times SECONDS of wall time, for busy processors
 TEXT = "Why is water 42 times as wet?\n\n  Ein Fluß\t日本の川 🙂 <s> don't\r\n"
-TOKENS_PER_CHARACTER = 100  # of TEXT, at most
-# A tokenizer that has nothing but a post-processor, with which the library reads one from JSON.
+TOKENS_PER_CHARACTER = 100  # upper bound, for TEXT
+# An otherwise empty tokenizer, through which the library parses a post-processor from JSON.
 _EMPTY = {"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}}
 
 
@@ -39,7 +38,7 @@ class BrokenTokenizer(SparsellmError, ValueError):
 
 
 def plain() -> Tokenizer:
-    """A byte-level BPE that has no words yet, of the form of every tokenizer that is trained here."""
+    """An untrained byte-level BPE, the form of every tokenizer that is trained here."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -47,7 +46,7 @@ def plain() -> Tokenizer:
 
 
 def load(path: Path) -> Tokenizer:
-    """The tokenizer of the tokenizer.json `path`. Raises BrokenTokenizer, and OSError."""
+    """The tokenizer in the tokenizer.json `path`. Raises BrokenTokenizer, and OSError."""
     check(path)
     try:
         return Tokenizer.from_file(str(path))
@@ -58,17 +57,17 @@ def load(path: Path) -> Tokenizer:
 
 
 def check(path: Path) -> None:
-    """Raise BrokenTokenizer if the tokenizer.json `path` cannot be loaded, or not encode a text; and OSError."""
+    """Raises BrokenTokenizer if the tokenizer.json `path` cannot be loaded or cannot encode a text, and OSError."""
     stat = path.stat()
     if stat.st_size > LARGEST:
-        raise BrokenTokenizer(f"it has {stat.st_size:,} bytes: at most {LARGEST:,} are read")
+        raise BrokenTokenizer(f"it has {stat.st_size:,} bytes: it should have at most {LARGEST:,}")
     if obstacle := _obstacle(path.resolve(), stat.st_mtime_ns, stat.st_size, stat.st_ino):
         raise BrokenTokenizer(obstacle)
 
 
 def is_of_the_library(error: BaseException) -> bool:
-    """Whether `error` is what the tokenizers library raises: exceptions without a class of their own, and panics, which
-    are no exceptions to Python."""
+    """Whether the tokenizers library raised `error`: a bare Exception, or a Rust panic, which is a BaseException in
+    Python."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
@@ -77,11 +76,11 @@ def _obstacle(path: Path, *_state: int) -> str | None:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        return f"it is no JSON: {_reason(error)}"
+        return f"it is not JSON: {_reason(error)}"
     if not isinstance(content, dict):
         return f"it holds a JSON {type(content).__name__}: it should hold an object"
     if _form(content) == _form(json.loads(plain().to_str())):
-        return None  # only its words may be wrong, of which the library raises exceptions
+        return None  # only its vocabulary differs, for which the library raises exceptions
     tried = [sys.executable, "-P", __file__, str(path), str(SECONDS), str(MEMORY)]
     pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     try:
@@ -96,7 +95,7 @@ def _obstacle(path: Path, *_state: int) -> str | None:
 
 
 def _form(content: dict[str, Any]) -> dict[str, Any]:
-    """All but its words."""
+    """The tokenizer without its vocabulary."""
     model = content.get("model")
     words = ("vocab", "merges")
     form = {key: value for key, value in model.items() if key not in words} if isinstance(model, dict) else None
@@ -104,16 +103,16 @@ def _form(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _try(path: str) -> str | None:
-    """What is wrong with the tokenizer of this file, found by using it."""
+    """What is wrong with the tokenizer in this file, found by using it."""
     try:
         tokenizer = Tokenizer.from_file(path)
         tokenizer.no_truncation()
         tokenizer.no_padding()
         ids = tokenizer.encode(TEXT).ids
         if len(ids) > TOKENS_PER_CHARACTER * len(TEXT):
-            return f"it makes {len(ids):,} tokens of {len(TEXT)} characters"
+            return f"it encodes {len(TEXT)} characters as {len(ids):,} tokens"
         if len(text := tokenizer.decode(ids)) > TOKENS_PER_CHARACTER * len(TEXT):
-            return f"it makes {len(text):,} characters of {len(ids)} tokens"
+            return f"it decodes {len(ids)} tokens to {len(text):,} characters"
         settle(tokenizer)
     except BaseException as error:
         return _reason(error)
@@ -125,20 +124,20 @@ def _reason(error: BaseException) -> str:
 
 
 def settle(tokenizer: Tokenizer) -> list[str]:
-    """Make `tokenizer` one as above; what of it was changed and could be missed, in words."""
+    """Adapt `tokenizer` as described above, in place; returns a message for each change that a user might miss."""
     tokenizer.no_truncation()
     tokenizer.no_padding()
     model, post, changed = tokenizer.model, tokenizer.post_processor, []
-    for setting in ("dropout", "alpha", "nbest_size"):  # of a BPE; of a Unigram
+    for setting in ("dropout", "alpha", "nbest_size"):  # dropout of a BPE, the others of a Unigram
         if value := getattr(model, setting, None):
             setattr(model, setting, None)
-            changed.append(f"{setting} {value:g} is switched off, so that a text always has the same tokens")
+            changed.append(f"{setting} {value:g} is switched off, so that a text always gives the same tokens")
     if post is not None:
         held = json.loads(post.__getstate__())
         if (wanted := _open(held)) != held:
             read = Tokenizer.from_str(json.dumps(_EMPTY | {"post_processor": wanted}))
             tokenizer.post_processor = read.post_processor
-            changed.append("its post-processor ends every prompt with a special token, which is left out")
+            changed.append("its post-processor appends a special token to every prompt, which is left out")
     return changed
 
 
@@ -153,7 +152,7 @@ def settle_file(path: Path) -> None:
 
 
 def _open(post: dict[str, Any]) -> dict[str, Any]:
-    """The post-processor `post`, as tokenizer.json has it, without the special tokens that it puts behind a text."""
+    """The post-processor `post`, as in tokenizer.json, without the special tokens that it appends."""
     kind = post["type"]
     if kind == "Sequence":
         return post | {"processors": [_open(each) for each in post["processors"]]}
@@ -163,7 +162,7 @@ def _open(post: dict[str, Any]) -> dict[str, Any]:
 
 
 def _template(post: dict[str, Any]) -> dict[str, Any]:
-    """What RoBERTa's and BERT's post-processors do to tokens, as a template."""
+    """RoBERTa's and BERT's post-processors, rewritten as a template."""
     first, between = ({"SpecialToken": {"id": post[name][0], "type_id": 0}} for name in ("cls", "sep"))
     a, b = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
     middle = [between] * (2 if post["type"] == "RobertaProcessing" else 1)

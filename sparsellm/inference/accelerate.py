@@ -186,8 +186,8 @@ class SparseFeedForward(nn.Module):
         linear = self._modules[name]
         if type(linear) is not nn.Linear:
             raise ValueError(
-                f"{name} of an accelerated block has become {kind(linear)}: it should be nn.Linear, so call"
-                " sparsellm.restore(model) before changing its modules"
+                f"{name} of an accelerated block is now {kind(linear)}: it should be nn.Linear; call"
+                " sparsellm.restore(model) before replacing its modules"
             )
         return linear._parameters["weight"]  # type: ignore[return-value]  # no cast(): it costs time in every call
 

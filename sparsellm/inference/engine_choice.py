@@ -68,7 +68,9 @@ def state_of(weight: Tensor) -> tuple[int, int]:
     Raises ValueError for a tensor created in inference mode, which has no version.
     """
     if weight.is_inference():
-        raise ValueError("a weight of an accelerated model was made in inference mode: make it outside of it")
+        raise ValueError(
+            "a weight of an accelerated model was created in inference mode: create it outside of inference mode"
+        )
     return weight.data_ptr(), weight._version
 
 
@@ -330,8 +332,8 @@ def _choice_of(handle: Tensor) -> EngineChoice:
     choice = _choices.get(handle.data_ptr())
     if choice is None:
         raise ValueError(
-            "handle is not of an accelerated block that still exists: compile the model as it is now, after"
-            " sparsellm.accelerate and after moving it to its device"
+            "handle belongs to no existing accelerated block: compile the model after sparsellm.accelerate and after"
+            " moving it to its device"
         )
     return choice
 

@@ -162,7 +162,7 @@ class Generator:
     def text(self, prompts: Sequence[str], new_tokens: int, sampling: Sampling = GREEDY, seed: int = 0) -> list[str]:
         """The continuation of each prompt, without the prompt and without the token that ended it."""
         if isinstance(prompts, str):  # otherwise each character would be a prompt
-            raise ValueError(f"prompts is one text, {prompts!r:.80}: it should be a list of texts")
+            raise ValueError(f"prompts is a string, {prompts!r:.80}: it should be a list of strings")
         made: list[list[int]] = [[] for _ in prompts]
         given = [self.tokenizer(prompt).input_ids for prompt in prompts]
         for tokens in self.stream(given, new_tokens, sampling, seed):
@@ -222,9 +222,11 @@ class Generator:
             raise ValueError(f"top_p is {sampling.top_p}: it should be above 0 and at most 1")
         lengths = [len(prompt) for prompt in prompts]
         if not lengths or not min(lengths):
-            raise ValueError(f"the prompts have {lengths} tokens: each needs at least one, and there must be a prompt")
+            raise ValueError(
+                f"the prompts have {lengths} tokens: there should be at least one prompt, with at least one token each"
+            )
         if len(lengths) > MOST_PROMPTS:
-            raise ValueError(f"there are {len(lengths):,} prompts: it should be at most {MOST_PROMPTS:,} at once")
+            raise ValueError(f"there are {len(lengths):,} prompts: it should be at most {MOST_PROMPTS:,} per call")
         if new_tokens < 1:
             raise ValueError(f"new_tokens is {new_tokens}: it should be at least 1")
         context, vocabulary = self.config.context_length, self.config.vocab_size

@@ -139,7 +139,7 @@ def require_kernels(x: Tensor) -> None:
             backend.check("triton")
         except KernelsUnavailable as error:
             raise KernelsUnavailable(
-                f"Triton's kernels, which generate text on a GPU, do not run here: {error}; device=cpu does without"
+                f"generating text on a GPU needs Triton kernels, which do not run here: {error}; use device=cpu"
             ) from error
 
 

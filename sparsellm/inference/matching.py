@@ -73,11 +73,11 @@ def _problems(name: str, module: nn.Module) -> Iterator[str]:
         if linear.bias is not None:
             yield f"{full} has a bias: it should have none"
         if weight.is_meta and not isinstance(module, OWN):  # OWN may be accelerated before `to_empty` allocates it
-            yield f"{full}.weight is on the meta device: it should be loaded, and not offloaded"
+            yield f"{full}.weight is on the meta device: it should be loaded, not offloaded"
         if weight.is_inference():
-            yield f"{full}.weight was made in inference mode: it should be loaded outside of torch.inference_mode()"
+            yield f"{full}.weight was created in inference mode: it should be loaded outside of torch.inference_mode()"
         if weight.dtype not in DTYPES:
-            yield f"{full}.weight is {weight.dtype}: it should be torch.bfloat16, as by model.to(torch.bfloat16)"
+            yield f"{full}.weight is {weight.dtype}: it should be torch.bfloat16; call model.to(torch.bfloat16)"
 
     neurons, width = projections["up_proj"].weight.shape
     for what, size in (("in_features", width), ("out_features", neurons)):
@@ -86,7 +86,7 @@ def _problems(name: str, module: nn.Module) -> Iterator[str]:
     for p, linear in projections.items():
         expected = [width, neurons] if p == "down_proj" else [neurons, width]
         if list(linear.weight.shape) != expected:
-            yield f"{name}.{p}.weight is {list(linear.weight.shape)}: it should be {expected}, by {name}.up_proj"
+            yield f"{name}.{p}.weight is {list(linear.weight.shape)}: it should be {expected} to match {name}.up_proj"
 
 
 @torch.no_grad()

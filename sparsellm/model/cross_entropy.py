@@ -22,7 +22,7 @@ CHUNK = 8_192  # tokens: 0.8 GB of bfloat16 logits at a vocabulary of 49,152
 SoftmaxCrossEntropy = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-class Lesson(NamedTuple):
+class TeacherOutput(NamedTuple):
     """The teacher's output for M tokens, and its weight: the loss is CE + weight x temperature^2 x KL."""
 
     hidden: Tensor  # [M, K'], in the compute dtype
@@ -76,7 +76,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, kernel: Sof
 
 
 def distilled_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, teacher: Lesson, kernel: Callable[..., tuple[Tensor, ...]]
+    x: Tensor, weight: Tensor, targets: Tensor, teacher: TeacherOutput, kernel: Callable[..., tuple[Tensor, ...]]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, ce, kl) for the logits x weight^T; only loss has a gradient. `kernel` is `distilled_softmax_cross_entropy`
     or a compiled form of it. x [M, K], weight [V, K], targets [M] int64 in [0, V)."""

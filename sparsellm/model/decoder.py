@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from sparsellm import ops
 from sparsellm.config import Activation, ModelConfig
 from sparsellm.model.cross_entropy import (
-    Lesson,
+    TeacherOutput,
     distilled_cross_entropy,
     distilled_softmax_cross_entropy,
     linear_cross_entropy,
@@ -215,7 +215,7 @@ class Decoder(nn.Module):
         """tokens [B, T] int64 -> logits [B, T, V]."""
         return F.linear(self.hidden(tokens)[0], self.head)
 
-    def forward(self, tokens: Tensor, targets: Tensor, teacher: Lesson | None = None) -> DecoderOutput:
+    def forward(self, tokens: Tensor, targets: Tensor, teacher: TeacherOutput | None = None) -> DecoderOutput:
         """tokens [B, T], targets [C, T] int64 -> sums over tokens. `teacher`: the teacher's output for them.
 
         Usually C = B. If C < B, only the first C sequences count in the cross entropy; the others pad the batch to a

@@ -1,31 +1,31 @@
-"""Checkpoints of a run: saved while training goes on, committed atomically, verified before anything is read.
+"""Checkpoints of a run: saved in the background, committed atomically, verified before anything is read.
 
     checkpoints/step_00000400/
         state/      every tensor, through torch.distributed.checkpoint (DCP); values.json; rank_00003.json of each rank
         hf/         the model for exchange, written by the caller's `export`
         COMMITTED   JSON: size and checksum of every file above; written last
-        evaluation/ scores, if the checkpoint was evaluated, and analysis/, if analyzed: no part of it, gone with it
+        evaluation/ scores, if evaluated; also analysis/ and benchmark/. Not in COMMITTED; deleted with the checkpoint
 
-What a kill at any instant can leave behind, by the suffix of a folder's name. A folder without one is a checkpoint.
+What a kill at any instant can leave behind, by folder suffix. A folder without a suffix is a checkpoint.
 
     .partial    being written. It holds COMMITTED and is on disk before it is renamed to step_N.
-    .replaced   the former step_N while a new one takes its place: put back if the new one did not arrive.
-    .deleting   on its way out. Renamed before the first file goes, so that no half of a checkpoint looks like one.
-    .damaged    a checkpoint that failed its checksums and was skipped because the user said so. Never deleted.
+    .replaced   the old step_N while a new one takes its place: restored if the new one did not arrive.
+    .deleting   being deleted. Renamed before the first file is deleted, so that no partial checkpoint looks complete.
+    .damaged    a checkpoint with wrong checksums, skipped at the user's request. Never deleted.
 
-Leftovers of the first three kinds are cleared at construction and at each save, so a run has one writer: two runs must
-not share a folder. All ranks see it, on several nodes through a shared file system, with room for one checkpoint more
-than are kept.
+Leftovers of the first three kinds are cleared at construction and at each save, so two runs must not share a folder.
+All ranks must see the folder, on several nodes through a shared file system, with space for one checkpoint more than
+are kept.
 
-The checksums prove that a checkpoint is what was saved (xxh3_128 finds every accident at memory speed), not who saved
-it. So nothing that `state/` holds is run (state_reader.py). `hf/` is the part to exchange.
+Checksums prove that a checkpoint is intact (xxh3_128 detects accidental damage at memory speed), not who saved it. So
+nothing in `state/` is executed (state_reader.py). `hf/` is the part to share.
 
-Which rank writes what is in snapshot.py. Tensors in shards (DTensors) are loaded into whatever shards, or whole
-tensors, the loading ranks have: DCP cuts and joins them.
+snapshot.py decides which rank writes what. Sharded tensors (DTensors) are loaded into any other sharding or into whole
+tensors: DCP reshards them.
 
-All collectives run on `ranks.checkpoint_group`, those of a save in its thread, and every method but `__init__` first
-waits for that thread: so two threads never use the group at once. An exception on one rank becomes a CheckpointError on
-all of them at the end of the phase it happened in; no rank waits for one that gave up.
+All collectives run on `ranks.checkpoint_group`; a save runs them in its thread, and every method except `__init__`
+first waits for that thread, so two threads never use the group at once. An exception on one rank becomes a
+CheckpointError on all ranks at the end of its phase; no rank waits for one that gave up.
 """
 
 import errno
@@ -58,34 +58,34 @@ from sparsellm.system.files import sync, unused
 
 LEFTOVER = rf"({STEP})\.(partial|replaced|deleting)"
 RANK_PREFIX = "rank."
-HASH_THREADS = 8  # one file each: as many as the ranks of a node wrote
-HASH_CHUNK = 1 << 23  # bytes; large enough to read at the disk's speed, and xxhash lets other threads run meanwhile
-NAMED_DIFFERENCES = 8  # a wrong model differs in hundreds of tensors: a message names the first ones
+HASH_THREADS = 8  # one file each: the ranks of a node write 8
+HASH_CHUNK = 1 << 23  # bytes; large enough for full disk speed, and xxhash releases the GIL
+NAMED_DIFFERENCES = 8  # most differences in a message: a wrong model differs in hundreds of tensors
 
 T = TypeVar("T")
 
 
 class CheckpointError(SparsellmError, RuntimeError):
-    """A checkpoint could not be saved, is damaged, or does not fit. Raised alike on every rank."""
+    """A checkpoint could not be saved, is damaged, or does not fit. Raised on every rank."""
 
 
 class RankGone(CheckpointError):
-    """A rank has died or left the group, so that the others can agree on nothing any more."""
+    """A rank has died or left the group, so the others can no longer communicate."""
 
 
 class Checkpoints:
-    """A run's `checkpoints/` folder. Built, and every method called, on all ranks together."""
+    """A run's `checkpoints/` folder. All ranks construct it and call its methods together."""
 
     def __init__(
         self, folder: Path, ranks: Ranks, keep: int, export: Callable[[dict[str, torch.Tensor], Path], None],
         for_good: Callable[[list[int]], set[int]] = lambda _: set(),
     ) -> None:  # fmt: skip
-        """Makes `folder` and clears what a killed run left unfinished in it.
+        """Creates `folder` and clears unfinished leftovers of a killed run.
 
-        `keep` is the number of checkpoints kept, those with the highest steps; beside them stay those of
-        `for_good(all steps, ascending)`. `export(weights, hf_folder)` is called on the main rank, in the writing
-        thread, with whole CPU copies of the tensors whose names start with "model.", that prefix removed, and a folder
-        that exists and is empty. Raises CheckpointError if `folder` cannot be written.
+        `keep` is the number of newest checkpoints to keep, in addition to those of `for_good(all steps, ascending)`.
+        `export(weights, hf_folder)` is called on the main rank, in the writing thread, with whole CPU copies of the
+        tensors whose names start with "model." (prefix removed) and an existing empty folder. Raises CheckpointError if
+        `folder` is not writable.
         """
         self.folder, self.ranks, self.keep, self.export, self.for_good = folder, ranks, keep, export, for_good
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -101,14 +101,15 @@ class Checkpoints:
         rank_tensors: dict[str, torch.Tensor],
         rank_values: dict,
     ) -> None:
-        """Copy everything to CPU memory and write it in a thread; a step saved before is replaced.
+        """Copy everything to CPU memory and write it in a thread; an existing checkpoint of `step` is replaced.
 
-        `tensors` (any shapes, dtypes and devices) are the same on all ranks, whole or in shards: each rank copies and
-        writes its share of the whole ones, the main rank the model's, and its own shards. `rank_tensors` and
-        `rank_values` are each rank's own, `values` the main rank's. Both are JSON: keys come back as strings and tuples
-        as lists. All of them may change once this returns.
+        `tensors` (any shapes, dtypes and devices) are the same on all ranks, whole or sharded: each rank copies and
+        writes its own shards and its share of the whole tensors; the main rank writes the model's. `rank_tensors` and
+        `rank_values` are per rank, `values` are the main rank's. Values are JSON: keys come back as strings and tuples
+        as lists. Everything may be modified once this returns.
 
-        Waits for the save before, and raises its CheckpointError instead of saving; raises one if the copy fails.
+        Waits for the previous save, and raises its CheckpointError instead of saving. Raises CheckpointError if the
+        copy fails.
         """
         self.wait()
         copies, texts = self._together(
@@ -119,42 +120,41 @@ class Checkpoints:
         self._writing = self._writer.submit(self._write, step, copies, shards, texts, wanted)
 
     def wait(self) -> None:
-        """Until nothing is being written. Raises CheckpointError, naming the step, if the last save failed."""
+        """Wait until nothing is being written. Raises CheckpointError, with the step, if the last save failed."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
 
     def settle(self) -> None:
-        """Until nothing is being written, well or not: `wait` still raises what went wrong."""
+        """Wait until nothing is being written, without raising: `wait` still raises the error."""
         if self._writing is not None:
             futures.wait([self._writing])
 
     def failure(self) -> str | None:
-        """Why the last save failed, if it is known already. Asks nobody and waits for nothing."""
+        """Why the last save failed, if already known. Not collective, does not wait."""
         if self._writing is None or not self._writing.done():
             return None
         error = self._writing.exception()
         return None if error is None else str(error)
 
     def find(self, skip_damaged: bool) -> int | None:
-        """The newest checkpoint's step, after all its checksums were verified; None if there is none.
+        """The step of the newest checkpoint, with its checksums verified; None if there is none.
 
-        A damaged checkpoint newer than the newest whole one is a CheckpointError that names its files and what is
-        wrong with them; with `skip_damaged` it is renamed to step_N.damaged, which the main rank says on stderr.
+        A damaged checkpoint newer than the newest intact one raises a CheckpointError that lists the damage; with
+        `skip_damaged` it is renamed to step_N.damaged instead, with a warning.
         """
         self.wait()
-        self._verified = self._on_main(f"looking into {self.folder}", lambda: self._find(skip_damaged))
+        self._verified = self._on_main(f"looking for checkpoints in {self.folder}", lambda: self._find(skip_damaged))
         return self._verified
 
     def load(self, step: int, tensors: dict[str, torch.Tensor]) -> tuple[dict, dict, dict[str, torch.Tensor]]:
-        """Fill `tensors` in place, on whatever device; return the values, this rank's values, its tensors (on CPU).
+        """Fill `tensors` in place, on any device; return the values, this rank's values, and its tensors (on CPU).
 
-        A rank that did not exist when `step` was saved gets rank 0's: where the data stands is the same on all ranks,
-        and random numbers drawn from there are then the same as rank 0's. Verifies the checksums of a step that `find`
-        did not just return.
+        A rank that did not exist when `step` was saved gets rank 0's values: the data position is the same on all
+        ranks, and its random state then equals rank 0's. Verifies the checksums unless `find` just returned this step.
 
-        Raises CheckpointError if the checkpoint is damaged, or if it and `tensors` differ in names, shapes or dtypes;
-        `tensors` are then untouched.
+        Raises CheckpointError if the checkpoint is damaged, or differs from `tensors` in names, shapes or dtypes;
+        `tensors` are then unchanged.
         """
         self.wait()
         state = self._path(step) / STATE
@@ -182,14 +182,14 @@ class Checkpoints:
     def _snapshot(
         self, tensors: dict[str, torch.Tensor], values: dict, rank_tensors: dict[str, torch.Tensor], rank_values: dict
     ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """CPU copies of what this rank writes, and the text of its JSON files by name."""
+        """CPU copies of what this rank writes, and the contents of its JSON files by name."""
         if reserved := [name for name in tensors if name.startswith(RANK_PREFIX)]:
-            raise ValueError(f"tensors {reserved}: names that start with {RANK_PREFIX!r} are for rank_tensors")
+            raise ValueError(f"tensors {reserved}: names that start with {RANK_PREFIX!r} are reserved for rank_tensors")
         prefix = f"{RANK_PREFIX}{self.ranks.rank:05}."
         copies = own_copies(tensors, self.ranks)
         copies |= {f"{prefix}{name}": to_host(tensor) for name, tensor in rank_tensors.items()}
         if self.ranks.device.type == "cuda":
-            torch.cuda.synchronize(self.ranks.device)  # the copies into pinned memory were only enqueued
+            torch.cuda.synchronize(self.ranks.device)  # copies into pinned memory are asynchronous
         texts = {rank_json(self.ranks.rank): json.dumps(rank_values)}
         if self.ranks.is_main:
             texts[VALUES] = json.dumps(values)
@@ -203,15 +203,15 @@ class Checkpoints:
         texts: dict[str, str],
         wanted: int,
     ) -> None:
-        """In the thread of every rank: the save of `step`, in phases after each of which all ranks know of failures.
+        """Save `step`, in a thread of every rank, in phases; after each phase all ranks know of failures.
 
-        `copies`, `shards`: those of `snapshot.write`. `wanted`: bytes of the tensors that all ranks write together.
+        `copies`, `shards`: see `snapshot.write`. `wanted`: bytes of all tensors, over all ranks.
         """
         final = self._path(step)
         partial = final.with_name(final.name + ".partial")
         state = partial / STATE
         task = f"saving step {step} to {final}"
-        weights: dict[str, torch.Tensor] = {}  # whole, of the main rank
+        weights: dict[str, torch.Tensor] = {}  # whole tensors, on the main rank only
 
         def make_folder() -> None:
             clear_leftovers(self.folder)
@@ -246,29 +246,28 @@ class Checkpoints:
             self._together(task, write_state)
             self._on_main(task, commit)
         except RankGone:
-            raise  # the next start clears the folder
+            raise  # the next start cleans up
         except CheckpointError as error:
-            # All ranks have ended the phase: nobody writes into the folder any more.
+            # All ranks have left the phase: none writes into the folder any more.
             said = str(error)
             if self.ranks.is_main and partial.exists():
                 shutil.rmtree(partial, ignore_errors=True)
                 said = self._without_room(task, error, wanted)
             raise CheckpointError(self._gather(task, said)[0]) from error
-        self._on_main(f"saved step {step}; removing the checkpoints before the last {self.keep}", prune)
+        self._on_main(f"saved step {step}; removing checkpoints older than the last {self.keep}", prune)
 
     def _without_room(self, task: str, error: CheckpointError, wanted: int) -> str:
-        """`error` with what is free for a save, once the failed one has given back what it had taken."""
+        """`error` with the free disk space, after the failed save was removed."""
         free = shutil.disk_usage(self.folder).free
-        room = f"its tensors take {spelled(wanted)}, hf/ comes on top, with {spelled(free)} free there"
-        # Libraries do not always name a full disk, so the room that is free now is asked, too. Where that would do for
-        # the tensors, hf/ had none, or a quota is less than the disk.
+        room = f"its tensors take {spelled(wanted)}, plus hf/; {spelled(free)} are free"
+        # Libraries do not always report a full disk, so check free space too. If the tensors would fit, then hf/ did
+        # not, or a quota was reached.
         if free < wanted or os.strerror(errno.ENOSPC) in str(error):
-            full = "the disk is full" if free < wanted else "the disk is full or a quota reached"
+            full = "the disk is full" if free < wanted else "the disk is full or a quota was reached"
             return (
-                f"{task} failed, for {full}: {room}. What was written of it is removed, and the checkpoints before it"
-                " are untouched"
+                f"{task} failed: {full} ({room}). The partial checkpoint was removed; earlier checkpoints are untouched"
             )
-        return f"{error}. What was written of it is removed: {room}"
+        return f"{error}. The partial checkpoint was removed: {room}"
 
     # ---- the folder (main rank)
 
@@ -276,7 +275,7 @@ class Checkpoints:
         return self.folder / f"step_{step:08}"
 
     def _steps(self) -> list[int]:
-        """Steps of all folders that are checkpoints by their names, ascending."""
+        """Steps of all checkpoint folders, by name, ascending."""
         names = (re.fullmatch(r"step_(\d{8,})", path.name) for path in self.folder.iterdir())
         return sorted(int(name[1]) for name in names if name)
 
@@ -295,7 +294,7 @@ class Checkpoints:
         if damaged and not skip_damaged:
             raise CheckpointError(
                 "\n".join(damaged.values())
-                + f"\nrun.skip_damaged=true {fallback}, and keeps what is damaged as step_N.damaged"
+                + f"\nrun.skip_damaged=true {fallback}, and keeps damaged checkpoints as step_N.damaged"
             )
         for step, what in damaged.items():
             kept = unused(self._path(step).with_name(self._path(step).name + ".damaged"))
@@ -310,7 +309,7 @@ class Checkpoints:
     # ---- agreement
 
     def _together(self, task: str, work: Callable[[], T]) -> T:
-        """This rank's `work()`. If it raised on any rank, CheckpointError on all of them, with every rank's reason."""
+        """This rank's `work()`. If any rank raises, all raise CheckpointError with every rank's reason."""
         result: T | None = None
         cause: BaseException | None = None
         error: str | None = None
@@ -318,7 +317,7 @@ class Checkpoints:
             result = work()
         except (CheckpointError, StateRefused) as exception:
             cause, error = exception, str(exception)
-        except CheckpointException as exception:  # DCP's own, a BaseException: it tells every rank what failed where
+        except CheckpointException as exception:  # DCP's exception, a BaseException with the failures of all ranks
             reasons = {rank: reason for rank, (reason, _) in exception.failures.items()}
             cause, error = exception, _failed(task, reasons)
         except Exception as exception:
@@ -328,7 +327,7 @@ class Checkpoints:
         return cast(T, result)
 
     def _on_main(self, task: str, work: Callable[[], T]) -> T:
-        """The main rank's `work()`, its result and its CheckpointError on all ranks."""
+        """The result of the main rank's `work()`, or its CheckpointError, on all ranks."""
         found = self._gather(task, self._together(task, lambda: work() if self.ranks.is_main else None))[0]
         return cast(T, found)
 
@@ -340,36 +339,36 @@ class Checkpoints:
             explain_failure()
             note = "" if item is None else f"; rank {self.ranks.rank} has {item}"
             raise RankGone(
-                f"{task}: a rank is gone ({exception}){note}. Start the same command again: it resumes from the newest"
+                f"{task}: a rank is gone ({exception}){note}. Run the same command again to resume from the newest"
                 " checkpoint"
             ) from exception
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """What a killed writer has left in the checkpoints/ `folder` beside checkpoints."""
+    """Leftovers of a killed writer in the checkpoints/ `folder`."""
     return [path for path in sorted(folder.glob("step_*")) if re.fullmatch(LEFTOVER, path.name)]
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Make the checkpoints/ `folder` hold checkpoints only, whole or damaged, whenever its last writer was killed."""
+    """Clean up the checkpoints/ `folder` after its last writer was killed, so that only checkpoints remain."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in leftovers(folder):
         name, suffix = path.name.rsplit(".", 1)
         final = folder / name
         if suffix == "replaced" and not os.path.lexists(final):
-            warn(f"{final}: its replacement was interrupted, the former one is back")
+            warn(f"{final}: its replacement was interrupted; the old checkpoint is restored")
             _rename(path, final)
         elif suffix == "deleting":
-            warn(f"{path}: removing what an interrupted removal left, {spelled(size_of(path))}")
+            warn(f"{path}: removing leftovers of an interrupted deletion, {spelled(size_of(path))}")
             _remove(path)
         else:
-            warn(f"{path}: removing what an interrupted save left, {spelled(size_of(path))}")
+            warn(f"{path}: removing leftovers of an interrupted save, {spelled(size_of(path))}")
             _delete(path)
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of all files in `folder`; of those that are gone meanwhile, as another process may save here, none. A link
-    has none."""
+    """Bytes of all files in `folder`. Links, and files that disappear meanwhile (another process may save here), count
+    as 0."""
     size = 0
     if folder.is_symlink():
         return size
@@ -381,14 +380,15 @@ def size_of(folder: Path) -> int:
 
 
 def spelled(size: int) -> str:
-    """So many bytes, in GB or MB."""
+    """A number of bytes as text, in GB or MB."""
     return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
 
 
 def _match(state: Path, tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-    """Empty CPU tensors for those in `state` that start with `prefix`, by full name.
+    """Empty CPU tensors for the tensors in `state` whose names start with `prefix`, by full name.
 
-    Raises CheckpointError, naming them, if the others in `state` are not `tensors` in names, shapes and dtypes.
+    Raises CheckpointError, with a list, if the other tensors in `state` differ from `tensors` in names, shapes or
+    dtypes.
     """
     saved = {
         name: (str(entry.properties.dtype), list(entry.size), entry)
@@ -400,25 +400,25 @@ def _match(state: Path, tensors: dict[str, torch.Tensor], prefix: str) -> dict[s
     differences = []
     for name in sorted(shared.keys() | asked.keys()):
         if name not in shared:
-            differences.append(f"{name} is not in it")
+            differences.append(f"{name} is missing from it")
         elif name not in asked:
-            differences.append(f"{name} is in it and has no place here")
+            differences.append(f"{name} is unknown to this run")
         elif shared[name] != asked[name]:
             (dtype, shape), (asked_dtype, asked_shape) = shared[name], asked[name]
-            differences.append(f"{name} is {dtype} {shape} in it and {asked_dtype} {asked_shape} here")
+            differences.append(f"{name} is {dtype} {shape} in it, but {asked_dtype} {asked_shape} in this run")
     if differences:
         more = len(differences) - NAMED_DIFFERENCES
         raise CheckpointError(
             f"checkpoint {state.parent} does not fit: {'; '.join(differences[:NAMED_DIFFERENCES])}"
             + (f"; and {more} more" if more > 0 else "")
-            + ". Resume with the model and optimizer that it was made with, or start anew with run.restart=true"
+            + ". Resume with the model and optimizer of the checkpoint, or start over with run.restart=true"
         )
     mine = {name: entry for name, (_, _, entry) in saved.items() if name.startswith(prefix)}
     return {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in mine.items()}
 
 
 def _seal(folder: Path, step: int) -> None:
-    """Bring everything in `folder` to disk and write COMMITTED, the size and checksum of each file."""
+    """Sync everything in `folder` to disk and write COMMITTED, with the size and checksum of each file."""
     files = _files(folder)
     for path in [*files.values(), *(path for path in folder.rglob("*") if path.is_dir())]:
         sync(path)
@@ -434,7 +434,7 @@ def _seal(folder: Path, step: int) -> None:
 
 
 def problems(folder: Path, step: int | None, inside: str = "") -> list[str]:
-    """How the files in `folder` differ from what COMMITTED says; empty when it is whole.
+    """How the files in `folder` differ from COMMITTED; empty if the checkpoint is intact.
 
     `step`: of the checkpoint, None if that is not known. `inside`: only files whose names begin with it are compared.
     """
@@ -448,9 +448,9 @@ def problems(folder: Path, step: int | None, inside: str = "") -> list[str]:
         return [f"{COMMITTED} cannot be read ({type(error).__name__}: {error})"]
     recorded = {name: entry for name, entry in recorded.items() if name.startswith(inside)}
     files = {name: path for name, path in _files(folder).items() if name.startswith(inside)}
-    found = [] if step in (None, committed_step) else [f"{COMMITTED} is that of step {committed_step}"]
+    found = [] if step in (None, committed_step) else [f"{COMMITTED} belongs to step {committed_step}"]
     found += [f"{name} is missing" for name in sorted(recorded.keys() - files.keys())]
-    found += [f"{name} does not belong to it" for name in sorted(files.keys() - recorded.keys())]
+    found += [f"{name} is not listed in {COMMITTED}" for name in sorted(files.keys() - recorded.keys())]
 
     def compare(name: str) -> list[str]:
         size, checksum = recorded[name]
@@ -495,7 +495,7 @@ def _delete(folder: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """A folder with all that it holds; of what stands in its place, a link or a file, no more than that."""
+    """Remove a folder recursively; if it is a link or a file, remove only that."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -505,6 +505,6 @@ def _remove(path: Path) -> None:
 def _failed(task: str, reasons: dict[int, BaseException]) -> str:
     each = "; ".join(f"rank {rank}: {type(reason).__name__}: {reason}" for rank, reason in sorted(reasons.items()))
     return (
-        f"{task} failed: {each}. The checkpoints on disk are untouched: remove the cause; started again, the same"
-        " command resumes from the newest"
+        f"{task} failed: {each}. The checkpoints on disk are untouched. Fix the cause and run the same command again to"
+        " resume from the newest"
     )

@@ -1,4 +1,4 @@
-"""A run in pictures, from the rows of its metrics.jsonl: losses, nonzeros and dead neurons, as PNG in memory."""
+"""Plots a run from the rows of its metrics.jsonl: losses, nonzeros and dead neurons, as PNG in memory."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,8 +30,8 @@ from sparsellm.runs.layout import LOSS_PLOT
 from sparsellm.runs.metrics import NAMED
 
 Row = dict[str, Any]
-GAP = float("nan")  # where a row has no value, a curve has a gap
-ALONE = "s^Dv<>"  # the points of the sources of a mix that was validated once: a line needs two
+GAP = float("nan")  # leaves a gap in a curve where a row has no value
+ALONE = "s^Dv<>"  # markers of data.mix sources that were validated only once
 NONZEROS, DEAD = "nonzeros.png", "dead_neurons.png"
 
 
@@ -48,7 +48,7 @@ class Curves:
     taught: bool  # whether there is a teacher
 
     def draw(self, rows: list[Row]) -> dict[str, bytes]:
-        """File names and their contents; without a ReLU the losses alone."""
+        """{file name: content}; only the losses without a ReLU."""
         pictures: dict[str, Callable[[list[Row]], Figure]] = {}
         for name, key, picture in (
             (NONZEROS, "nnz_per_layer", self.nonzeros), (DEAD, "dead_per_layer", self.dead_neurons),
@@ -60,7 +60,7 @@ class Curves:
             return drawn({name: partial(lambda each: saved(each(rows)), each) for name, each in pictures.items()})
 
     def losses(self, rows: list[Row]) -> Figure:
-        """Left the whole run, from zero; right the same after the warm-up, close enough to tell the curves apart."""
+        """Left: the whole run, from zero. Right: after the warm-up, zoomed in to tell the curves apart."""
         settled = [row for row in rows if row["step"] > self.warmup_steps and row["ce"] is not None]
         panels = [rows, settled] if len(settled) > 2 else [rows]
         figure = Figure(figsize=(PANEL[0] * len(panels), PANEL[1]), layout="constrained")
@@ -113,7 +113,7 @@ class Curves:
         figure, axes = self._panel(rows)
         neurons, window = self.neurons, self.dead_after_tokens
         _layers(axes, rows, "dead_per_layer", neurons)
-        axes.set_ylabel(f"share of {neurons:,} neurons silent\nfor the last {window:,} tokens")
+        axes.set_ylabel(f"fraction of {neurons:,} neurons inactive\nfor the last {window:,} tokens")
         from_zero(axes, least=0.01)
         percent(axes.yaxis)
         return figure
@@ -136,17 +136,17 @@ def _layers(axes: Axes, rows: list[Row], key: str, of: int) -> None:
     layers = next(len(row[key]) for row in rows if row[key] is not None)
     for layer, color in enumerate(layer_colors(axes, layers)):
         values = [None if row[key] is None else row[key][layer] / of for row in rows]
-        _curve(axes, rows, values, color=color, linewidth=1, clip_on=False)  # a curve at zero is seen on the axis
+        _curve(axes, rows, values, color=color, linewidth=1, clip_on=False)  # keeps a curve at zero visible on the axis
 
 
 def _curve(axes: Axes, rows: list[Row], values: list[float | None], **style: Any) -> None:
-    """A line over the steps; a point, where there is one row alone."""
+    """A line over the steps; a point if there is only one row."""
     marker = "o" if len(rows) == 1 else None
     axes.plot([row["step"] for row in rows], [GAP if v is None else v for v in values], marker=marker, **style)
 
 
 def _zoom(axes: Axes, values: list[float]) -> None:
-    """The y axis around the values but the highest twentieth: a spike may leave the picture."""
+    """Fit the y axis to all values except the highest 5%, so that spikes may be cut off."""
     low, high = min(values), sorted(values)[int(0.95 * (len(values) - 1))]
     margin = 0.06 * (high - low) or 0.01
     axes.set_ylim(low - margin, high + margin)

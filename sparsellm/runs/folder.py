@@ -46,24 +46,24 @@ __all__ = [
 
 LOCK = "lock"
 WARMUP = "optimizer.warmup_steps"
-PATIENCE = 0.5  # seconds for which a start waits for another process that is about to end, as after a kill
-SEEN_WITHIN = 60  # seconds after which a node of a network file system sees what another one has written
+PATIENCE = 0.5  # seconds that a start waits for another process that is about to end, for example after a kill
+SEEN_WITHIN = 60  # seconds until a node of a network file system sees what another node has written
 
 
 class RunFolderError(SparsellmError, RuntimeError):
-    """The folder cannot be used: it cannot be written, or another process is using it."""
+    """The folder cannot be used: it is not writable, or another process is using it."""
 
 
 def mistakes(config: Config, typed: Sequence[str] = ()) -> list[str]:
-    """The keys in which a run of this name, begun earlier, differs from `config`: such a run is not resumed.
+    """Keys in which an existing run of this name differs from `config`, and which therefore cannot be resumed.
 
-    Nor is any under run.restart, so ranks that torchrun starts again would lose what they have done: that is refused.
-    A run with optimizer.schedule=wsd may be made longer. `typed`: the overrides that `config` was composed from.
+    run.restart resumes no run, so restarts by torchrun would lose all progress: this combination is refused. A run with
+    optimizer.schedule=wsd may be made longer. `typed`: the overrides that `config` was composed from.
     """
     if config.run.restart and (restarts := int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))):
         return [
-            f"run.restart=true with torchrun --max-restarts={restarts}, each of whose restarts would begin anew, in"
-            " another folder: choose another run.name instead, or leave out --max-restarts"
+            f"run.restart=true with torchrun --max-restarts={restarts}: each restart would start over in a new folder;"
+            " choose another run.name instead, or leave out --max-restarts"
         ]
     try:
         begun = begun_as(config.run)
@@ -80,22 +80,22 @@ def mistakes(config: Config, typed: Sequence[str] = ()) -> list[str]:
         now[WARMUP] = before[WARMUP]
     start = _return_to(begun.training, begun.optimizer, begun.sparsity, config.optimizer.schedule, steps)
     if start is not None:
-        for key in ("training.steps", "data.max_tokens"):  # the latter decides only how much is prepared
+        for key in ("training.steps", "data.max_tokens"):  # data.max_tokens only decides how much is prepared
             now[key] = before[key]
         if (saved := saved_steps(config.run.folder)) and min(saved) > start:
             return [
-                f"run {config.run.name} cannot be made longer, for it has no checkpoint up to step {start}, the"
-                f" last that a longer one has in common with it: {remedy}"
+                f"run {config.run.name} cannot be made longer: it has no checkpoint up to step {start}, the last step"
+                f" that it shares with a longer run; {remedy}"
             ]
     elif steps > begun.training.steps and begun.optimizer.schedule == Schedule.wsd:
-        reasons["training.steps"] = " and optimizer.schedule=wsd, which makes it longer if it is typed again"
+        reasons["training.steps"] = " and optimizer.schedule=wsd; type it again to make the run longer"
     elif steps > begun.training.steps:
         reasons["training.steps"] = (
-            " and a cosine schedule, which has lowered the learning rate towards that step from the warm-up on: none of"
-            " its checkpoints is one of a longer run, as those before the decay of optimizer.schedule=wsd are"
+            " and a cosine schedule, whose learning rate depends on the number of steps from the start, so the run"
+            " cannot be made longer (only runs with optimizer.schedule=wsd can)"
         )
     return [
-        f"{key} is {now[key]!r}, and run {config.run.name} was begun with {before.get(key)!r}{reasons.get(key, '')}:"
+        f"{key} is {now[key]!r}, but run {config.run.name} was started with {before.get(key)!r}{reasons.get(key, '')}:"
         f" {remedy}"
         for key in now
         if now[key] != before.get(key)
@@ -103,7 +103,7 @@ def mistakes(config: Config, typed: Sequence[str] = ()) -> list[str]:
 
 
 def begun_as(run: RunConfig) -> Config | None:
-    """The configuration that the run of this name was begun with; None: it begins. Raises ConfigError."""
+    """The configuration with which the run of this name was started; None for a new run. Raises ConfigError."""
     path = run.folder / CONFIG
     return None if run.restart or not path.is_file() else load(path)
 
@@ -111,9 +111,9 @@ def begun_as(run: RunConfig) -> Config | None:
 def _return_to(
     training: TrainingConfig, optimizer: OptimizerConfig, sparsity: SparsityConfig, schedule: Schedule, steps: int
 ) -> int | None:
-    """The last step that a run, as it was begun with these groups, has in common with one of `steps` and `schedule`.
+    """The last step that a run started with these groups shares with a run of `steps` and `schedule`.
 
-    None: that one does not make it longer.
+    None if the latter does not extend it.
     """
     if not optimizer.schedule == schedule == Schedule.wsd or steps <= training.steps:
         return None
@@ -121,18 +121,20 @@ def _return_to(
 
 
 def _set_decay_aside(folder: Path, steps: int, start: int) -> None:
-    """Leave no checkpoint after step `start` to resume from: they are from the end of the run of `steps`."""
+    """Rename checkpoints after step `start`, so that they are not resumed: they belong to the decay of the run of
+    `steps`."""
     for step in saved_steps(folder):
         if step > start:
             path = checkpoint(folder, step)
             aside = unused(path.with_name(f"{path.name}.decayed"))
             path.rename(aside)
             sync(aside.parent)
-            warn(f"{aside} is what the run of {steps:,} steps had there: remove it if it is not wanted")
+            warn(f"{aside} holds a checkpoint of the run's decay at {steps:,} steps: remove it if you do not need it")
 
 
 def is_finished(run: RunConfig, steps: int) -> bool:
-    """Whether the run has saved the last of its `steps`, scored; not if that checkpoint's COMMITTED is damaged."""
+    """Whether the run has saved the last of its `steps`, with scores; False if that checkpoint's COMMITTED is
+    damaged."""
     if run.restart:
         return False
     last = checkpoint(run.folder, steps)
@@ -145,15 +147,15 @@ def is_finished(run: RunConfig, steps: int) -> bool:
     try:
         return json.loads(regular.content(last / STATE / VALUES)).get(WAITING_ROW) is None
     except (OSError, ValueError, AttributeError, RecursionError):
-        return True  # it is damaged, and would not be resumed either
+        return True  # values.json is damaged, so the run could not be resumed either
 
 
 def view(run: RunConfig, steps: int) -> str:
-    """What is in the run's folder, in words that nodes compare."""
+    """A description of the run's folder that nodes compare."""
     try:
         if run.restart or not (run.folder / CONFIG).is_file():
             return f"no run in {run.folder}"
-    except OSError as error:  # of a folder of somebody else, which the check of the configuration names
+    except OSError as error:  # no permission, which the check of the configuration reports
         return f"{run.folder} that cannot be read ({error.strerror})"
     return f"{'a finished' if is_finished(run, steps) else 'an unfinished'} run in {run.folder}"
 
@@ -166,11 +168,11 @@ def room_mistakes(
     optimizer: OptimizerConfig,
     sparsity: SparsityConfig,
 ) -> list[str]:
-    """Whether the disk lacks room for the checkpoints that the run will have at once: those kept, and a new one."""
+    """Whether the disk lacks space for the run's checkpoints: those kept, and a new one."""
     folder = run.folder
     size = parameters(model) * ((1 + MOMENTS) * FLOAT32 + DTYPES[hf_dtype].itemsize)  # of state/ and of hf/
     steps = [] if run.restart else sorted(saved_steps(folder))
-    with suppress(ConfigError):  # `mistakes` names it
+    with suppress(ConfigError):  # `mistakes` reports it
         if (begun := begun_as(run)) is not None:
             old = begun.training, begun.optimizer, begun.sparsity
             if (start := _return_to(*old, optimizer.schedule, training.steps)) is not None:
@@ -181,12 +183,11 @@ def room_mistakes(
     free = shutil.disk_usage(there).free + sum(map(size_of, leftovers(folder / CHECKPOINTS)))
     if size * new <= free:
         return []
-    for_good = "those kept for good, " if run.keep_every or optimizer.schedule == Schedule.wsd else ""
+    for_good = "permanent ones, " if run.keep_every or optimizer.schedule == Schedule.wsd else ""
     return [
-        f"run {run.name} needs room for {new} more checkpoint{'s' * (new > 1)} of {spelled(size)} each in {folder}"
-        f" (run.keep_checkpoints={run.keep_checkpoints}, {for_good}and one that is being written),"
-        f" {spelled(size * new)}, and {spelled(free)} are free: free the rest, choose another run.root, or keep fewer"
-        " checkpoints"
+        f"run {run.name} needs space for {new} more checkpoint{'s' * (new > 1)} of {spelled(size)} each in {folder}"
+        f" (run.keep_checkpoints={run.keep_checkpoints}, {for_good}and one being written), {spelled(size * new)}, but"
+        f" only {spelled(free)} are free: free some space, choose another run.root, or keep fewer checkpoints"
     ]
 
 
@@ -197,31 +198,31 @@ def names_by_hash(root: Path) -> dict[str, str]:
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """Of the checkpoints in the run's `folder`, by their names."""
+    """The steps of the checkpoints in the run's `folder`, from their names."""
     names = (re.fullmatch(STEP, path.name) for path in (folder / CHECKPOINTS).glob("step_*"))
     return [int(name[1]) for name in names if name]
 
 
 def tidy(folder: Path) -> None:
-    """Remove what a kill has left among the checkpoints of a finished run, unless a process is using its `folder`."""
+    """Remove leftovers of a kill among the checkpoints of a finished run, unless a process is using its `folder`."""
     if leftovers(folder / CHECKPOINTS):
         try:
             with claim(folder, patience=0):
                 clear_leftovers(folder / CHECKPOINTS)
         except (RunFolderError, OSError) as error:
-            warn(f"{folder}: what a kill has left stays there: {error}")
+            warn(f"{folder}: leftovers of a killed save cannot be removed: {error}")
 
 
 @contextmanager
 def open_folder(config: Config, ranks: Ranks) -> Iterator[tuple[Config, Path]]:
-    """Make the run's folder if need be, with its config.yaml, and keep other processes out of it. Collective.
+    """Create the run's folder and config.yaml if needed, and lock out other processes. Collective.
 
-    Yields `config` with the name that the run got, and the folder: with run.restart a new one, NAME-2, NAME-3, ...
-    where NAME is taken. A run that `config` makes longer has the warm-up that it was begun with, and what its decay
-    saved is set aside, as step_N.decayed. Of a run that begins, all that this has made goes again where a ConfigError
-    ends what is done with it: a model that the run starts from cannot be read. Raises RunFolderError.
+    Yields `config` with the run's final name, and the folder: with run.restart a new one, NAME-2, NAME-3, ... if NAME
+    is taken. A run that `config` makes longer keeps its warm-up, and the checkpoints of its decay are renamed to
+    step_N.decayed. For a new run, everything created here is removed if the block raises ConfigError, for example
+    because the initial model cannot be read. Raises RunFolderError.
     """
-    begins = False  # on the main rank: whether there is no config.yaml yet
+    begins = False  # on the main rank: no config.yaml exists yet
     made: list[Path] = []
 
     def as_of(name: str, warmup: int) -> Config:
@@ -240,8 +241,8 @@ def open_folder(config: Config, ranks: Ranks) -> Iterator[tuple[Config, Path]]:
             begins = not (folder / CONFIG).is_file()
             if saved_steps(folder) and begins:
                 warn(
-                    f"{folder / CONFIG} is gone, and written anew: whether the run was begun with the same values"
-                    " cannot be checked"
+                    f"{folder / CONFIG} was missing and has been rewritten: whether the run was started with the same"
+                    " values cannot be checked"
                 )
             warmup = config.optimizer.warmup_steps
             schedule, steps = config.optimizer.schedule, config.training.steps
@@ -251,9 +252,9 @@ def open_folder(config: Config, ranks: Ranks) -> Iterator[tuple[Config, Path]]:
                 if start is not None:
                     _set_decay_aside(folder, begun.training.steps, start)
                     warn(
-                        f"{folder.name} is made longer, from {begun.training.steps:,} to {steps:,} steps, with its"
-                        f" warm-up of {warmup:,}: it goes on from its last checkpoint up to step"
-                        f" {start:,}, the last that both have in common"
+                        f"{folder.name} is extended from {begun.training.steps:,} to {steps:,} steps, with its warm-up"
+                        f" of {warmup:,} steps: it resumes from its last checkpoint up to step {start:,}, the last step"
+                        " that both share"
                     )
             try:
                 save(as_of(folder.name, warmup), folder / CONFIG)
@@ -273,9 +274,9 @@ def open_folder(config: Config, ranks: Ranks) -> Iterator[tuple[Config, Path]]:
 
 
 def _remove(folder: Path, made: list[Path]) -> None:
-    """Take away what a run that has not begun has in its `folder`, and the folders `made` for it, unless there is more
-    in them, as the log of a scheduler or another run."""
-    with suppress(OSError):  # there are checkpoints, or more
+    """Remove the files of a run that did not start from its `folder`, and the folders `made` for it unless they hold
+    anything else, such as a scheduler's log or another run."""
+    with suppress(OSError):  # not empty
         if (folder / CHECKPOINTS).exists():
             (folder / CHECKPOINTS).rmdir()
         for name in (CONFIG, LOCK):
@@ -285,7 +286,7 @@ def _remove(folder: Path, made: list[Path]) -> None:
 
 
 def _sign(lock: TextIO) -> str:
-    """Write into the file what no other start of any run writes into its lock."""
+    """Write a unique signature of this start into the lock file."""
     signature = f"{socket.gethostname()} {os.getpid()} {time.time_ns()}"
     lock.seek(0)
     lock.truncate()
@@ -305,26 +306,28 @@ def _has_signature(lock: Path, signature: str) -> bool:
 
 
 def claim(folder: Path, patience: float = PATIENCE) -> TextIO:
-    """The folder's lock, an open file; the system releases it with the process, however that ends.
+    """Lock the folder and return the open lock file; the system releases the lock however the process ends.
 
-    The lock belongs to the open file, which a forked process would inherit and keep: such a process closes it.
+    The lock belongs to the open file. A forked process inherits it and closes it, so as not to hold the lock.
     Raises RunFolderError if another process holds it for `patience` seconds, or the folder cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file: TextIO = regular.to_write(folder / LOCK, "a")  # whoever is refused leaves it as it is
+        file: TextIO = regular.to_write(
+            folder / LOCK, "a"
+        )  # append mode: a refused process leaves the content unchanged
     except OSError as error:
         raise RunFolderError(f"{folder} cannot be written: {error}; choose another run.root") from error
     os.register_at_fork(after_in_child=file.close)
     deadline = time.monotonic() + patience
     if locks.take(
         file,
-        lambda: warn(f"{folder} is in use: waiting {patience:g} s for that to end"),
+        lambda: warn(f"{folder} is in use by another process: waiting up to {patience:g} s"),
         lambda: time.monotonic() >= deadline,
     ):
         return file
     file.close()
     raise RunFolderError(
-        f"{folder} is in use: the same run is going on in another process. Wait for it to end, stop that process (the"
-        " run saves, and goes on from there), or choose another run.name"
+        f"{folder} is in use: the same run is active in another process. Wait for it to end, stop that process (the run"
+        " saves a checkpoint, from which this command resumes), or choose another run.name"
     )

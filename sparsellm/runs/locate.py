@@ -1,4 +1,4 @@
-"""Which model a name means: a run, a checkpoint of a run, a Hugging Face folder, or a repository on the hub."""
+"""Finds the model that a name refers to: a run, a checkpoint, a Hugging Face folder, or a repository on the hub."""
 
 import difflib
 import hashlib
@@ -21,51 +21,51 @@ from sparsellm.system.errors import SparsellmError
 from sparsellm.system.files import read_json
 
 DIGEST_THREADS = 8
-RUNS = RunConfig.root  # where runs are by default
-LISTED = 10  # folders at most, that are named where another one is missing
-TEXTS = "plain text, or parquet or jsonl with a column `text`"  # what a text=FILE may be
+RUNS = RunConfig.root  # default folder of runs
+LISTED = 10  # most existing folders listed when one is missing
+TEXTS = "plain text, or parquet or jsonl with a column `text`"  # accepted as text=FILE
 OTHER_ROWS = (".csv", ".tsv", ".ndjson", ".jsonlines", ".arrow")
-# For checkpoints that cannot be written.
+# Output folders for checkpoints that cannot be written to.
 ELSEWHERE = {EVALUATION: "evaluations", ANALYSIS: "analyses", BENCHMARK: "benchmarks"}
 
 
 class CheckpointNotFound(SparsellmError, ValueError):
-    """A name that means no model, with what is missing."""
+    """A name that refers to no model; the message says what is missing."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model that transformers can load, and the run that it is from, if any."""
+    """A model that transformers can load, and its run, if any."""
 
     model: str  # a folder, or a hub name
-    folder: Path | None  # that it lies in: a run's checkpoint or an hf/ folder; None on the hub
-    run: Path | None  # the folder of its run
-    step: int | None  # of that run
+    folder: Path | None  # a run's checkpoint or an hf/ folder; None on the hub
+    run: Path | None  # folder of its run
+    step: int | None  # step in that run
 
     def __str__(self) -> str:
         return self.model if self.folder is None else str(self.folder)
 
     @property
     def has_checksums(self) -> bool:
-        """Whether it lies in a checkpoint of ours, also one without the rest of its run."""
+        """Whether it is in a checkpoint with COMMITTED, with or without the rest of its run."""
         return self.folder is not None and (self.folder / COMMITTED).is_file()
 
     @property
     def unchecked(self) -> str | None:
-        """That nothing says which numbers its files should hold; None where something does, as of the hub's files."""
+        """A warning that its files have no checksums; None if they have, or if they are on the hub."""
         if self.folder is None or self.has_checksums:
             return None
-        return f"{self} has no {COMMITTED} file beside it: whether its numbers are those that were saved is not checked"
+        return f"{self} has no {COMMITTED} file: its files are not verified against checksums"
 
     @property
     def wanted(self) -> str:
-        """What is looked for on the hub."""
-        return f"checkpoint={self}, which is no folder here,"
+        """What is looked up on the hub, for messages."""
+        return f"checkpoint={self}, which is not a local folder,"
 
     def output(self, added: str, asked: str | None = None, limit: int | None = None) -> Path:
-        """The folder for what is `added`, one of run_layout.ADDED: `asked` if given, else inside, or, where that cannot
-        be written, evaluations/NAME and so on (ELSEWHERE) in the working directory. Of so many rows only, `limit`, a
-        folder in that one.
+        """The output folder for `added`, one of layout.ADDED: `asked` if given, otherwise inside the checkpoint, or, if
+        that is not writable, in the working directory (ELSEWHERE, e.g. evaluations/NAME). With `limit`, a subfolder of
+        it.
         """
         if asked is not None:
             return Path(asked).expanduser()
@@ -86,15 +86,15 @@ class Checkpoint:
         return Path(ELSEWHERE[added], name)
 
     def identity(self) -> str:
-        """What its files hold, in one hash; on the hub, the commit.
+        """A hash of its files; on the hub, the commit.
 
-        Raises CheckpointNotFound if a file is not the one that a run's checkpoint was committed with.
+        Raises CheckpointNotFound if a file differs from COMMITTED.
         """
         if self.folder is None:
             return f"{self.model}@{pretrained.commit(self.model)}"
         files = {path.name: path for path in sorted(Path(self.model).iterdir()) if path.is_file()}
         if self.has_checksums:
-            # First what takes no time: a file may have grown by more than can be read.
+            # Sizes first, which is instant: a file may have grown too large to read.
             self._require({name: path.stat().st_size for name, path in files.items()}, "bytes")
         else:
             try:
@@ -108,7 +108,7 @@ class Checkpoint:
         return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
 
     def _require(self, found: Mapping[str, object], entry: str) -> None:
-        """Raises CheckpointNotFound if what is `found` of each file is not the `entry` that COMMITTED has of it."""
+        """Raises CheckpointNotFound if `found` of each file differs from `entry` in COMMITTED."""
         assert self.folder is not None
         remedy = "give another one"
         committed = read_json(self.folder / COMMITTED, CheckpointNotFound, remedy)
@@ -119,24 +119,24 @@ class Checkpoint:
             raise CheckpointNotFound(f"{self.folder / COMMITTED} is damaged: {remedy}") from error
         if wrong := sorted(n for n in wanted.keys() | found.keys() if wanted.get(n) != found.get(n)):
             raise CheckpointNotFound(
-                f"checkpoint {self} is damaged: {', '.join(f'{HF}/{name}' for name in wrong)} is not as"
-                f" {COMMITTED} says; {remedy}"
+                f"checkpoint {self} is damaged: {', '.join(f'{HF}/{name}' for name in wrong)} differs from {COMMITTED};"
+                f" {remedy}"
             )
 
 
 def unreadable(checkpoint: Checkpoint, error: Exception) -> str:
-    """What is said of a checkpoint whose files cannot be read."""
+    """The message for a checkpoint whose files cannot be read."""
     reason = " ".join(str(error).split())
     if checkpoint.folder is not None:
         return f"checkpoint={checkpoint} cannot be read: {reason}"
     return (
-        f"checkpoint={checkpoint} is no folder here, and no model of that name can be read from the hub"
+        f"checkpoint={checkpoint} is not a local folder, and no model of that name can be read from the hub"
         f" ({reason}): give the folder of a run, a checkpoint or an {HF}/ folder, or the name of a model on the hub"
     )
 
 
 def file_digest(path: Path) -> str:
-    """xxh3_128 of a file's contents, in hex, as a run's checkpoints record it."""
+    """xxh3_128 of a file in hex, as recorded in COMMITTED."""
     digest = xxhash.xxh3_128()
     with regular.to_read(path) as file:
         while piece := file.read(1 << 24):
@@ -145,10 +145,10 @@ def file_digest(path: Path) -> str:
 
 
 def locate(name: str) -> Checkpoint:
-    """The model that `name` means; a run's folder means its last checkpoint. Raises CheckpointNotFound."""
+    """The model that `name` refers to; a run's folder refers to its last checkpoint. Raises CheckpointNotFound."""
     try:
         return _located(name)
-    except OSError as error:  # it lies in a folder of somebody else
+    except OSError as error:  # no permission for a folder on the path
         raise CheckpointNotFound(f"checkpoint={name} cannot be read: {error.strerror}: {error.filename}") from error
 
 
@@ -162,11 +162,13 @@ def _located(name: str) -> Checkpoint:
         steps = {int(m[1]): p for p in (path / CHECKPOINTS).iterdir() if (m := re.fullmatch(STEP, p.name))}
         whole = [step for step, folder in steps.items() if (folder / COMMITTED).is_file()]
         if not whole:
-            raise CheckpointNotFound(f"checkpoint={name} is a run without a whole checkpoint: let it train on")
+            raise CheckpointNotFound(
+                f"checkpoint={name} is a run without a complete checkpoint: continue its training first"
+            )
         return _of_run(steps[max(whole)])
     if (path / HF).is_dir():
         if not (path / COMMITTED).is_file():
-            raise CheckpointNotFound(f"checkpoint={name} was not saved to its end, for it has no {COMMITTED} file")
+            raise CheckpointNotFound(f"checkpoint={name} was not saved completely: it has no {COMMITTED} file")
         return _of_run(path)
     if not (path / "config.json").is_file():
         raise CheckpointNotFound(
@@ -180,7 +182,7 @@ def _located(name: str) -> Checkpoint:
 
 
 def not_found(name: str | None) -> list[str]:
-    """Why `name` means no model, as a command's mistakes; [] if it does, or if there is no name."""
+    """Why `name` refers to no model, as a command's mistakes; [] if it does, or if it is None."""
     try:
         if name is not None:
             locate(name)
@@ -190,13 +192,13 @@ def not_found(name: str | None) -> list[str]:
 
 
 def text_mistakes(text: str | None, models: Iterable[tuple[str, str]]) -> list[str]:
-    """Why some of `models`, (key, name) each, mean none, or have nothing to read: neither the file `text` nor, where
-    that is None, held-out text of a run of theirs."""
+    """Mistakes in `models`, (key, name) each: names that refer to no model, and models without text, that is without
+    the file `text` or, if that is None, without a run's held-out text."""
     found = []
     if text is not None and not Path(text).expanduser().is_file():
         found.append(f"text={text} is not a file: it should be {TEXTS}")
     elif text is not None and Path(text.removesuffix(".gz")).suffix.lower() in OTHER_ROWS:
-        found.append(f"text={text} has rows of a kind that is not read: it should be {TEXTS}")
+        found.append(f"text={text} has an unsupported format: it should be {TEXTS}")
     for key, name in models:
         try:
             checkpoint = locate(name)
@@ -204,24 +206,24 @@ def text_mistakes(text: str | None, models: Iterable[tuple[str, str]]) -> list[s
             found.append(str(error).replace("checkpoint=", f"{key}=", 1))
             continue
         if text is None and checkpoint.run is None:
-            what = "is not here, so taken for a hub name" if checkpoint.folder is None else "is of no run"
-            found.append(f"{key}={checkpoint} {what}: it has no held-out text, so give it some by text=FILE")
+            what = "is not a local folder and taken as a hub name" if checkpoint.folder is None else "belongs to no run"
+            found.append(f"{key}={checkpoint} {what}: it has no held-out text, so give a text with text=FILE")
     return found
 
 
 def _means_a_path(name: str) -> bool:
-    """Whether `name`, which does not exist here, can be no hub name, OWNER/NAME, or is more likely a path."""
+    """Whether `name`, which does not exist locally, is a path rather than a hub name OWNER/NAME."""
     first, *rest = Path(name).parts or [""]
     near = Path(first).is_dir() or first in (RUNS, CHECKPOINTS) if rest else Path(RUNS, name).exists()
     return near or is_missing(name) or re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is None
 
 
 def _missing(name: str) -> str:
-    """That nothing is at the path `name`, and what is near it."""
+    """The message that nothing is at the path `name`, with suggestions."""
     path, text = Path(name).expanduser(), f"checkpoint={name} does not exist"
     if (run := Path(RUNS, name)).exists():
         return f"{text}: did you mean {run}?"
-    absent = next(p for p in (path, *path.parents) if p.parent.exists())  # the first part of the path that is not there
+    absent = next(p for p in (path, *path.parents) if p.parent.exists())  # the first missing part of the path
     folder = absent.parent
     names = sorted(p.name for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
     close = difflib.get_close_matches(absent.name, names, n=1) or [n for n in names if n.startswith(absent.name)][:1]
@@ -238,7 +240,7 @@ def _missing(name: str) -> str:
 
 
 def _of_run(folder: Path) -> Checkpoint:
-    """A checkpoint's folder; without the rest of its run, for one that was copied alone."""
+    """The Checkpoint for a checkpoint's folder; run is None if the folder was copied without its run."""
     where = folder.resolve()
     step, run = re.fullmatch(STEP, where.name), where.parents[1]
     if step is None or where.parent.name != CHECKPOINTS or not (run / CONFIG).is_file():

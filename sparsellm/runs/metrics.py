@@ -1,8 +1,8 @@
-"""What a step measured, from sums on the device to rows of metrics.jsonl.
+"""Metrics of a step, from sums on the device to rows of metrics.jsonl.
 
-A row holds its own step's values over the whole global batch. The numbers are reduced and copied without blocking, and
-read once the next step is under way, so that logging never makes the device wait. With them travels the wish of any
-rank to stop: all ranks read the same sum at the same step.
+A row holds its own step's values over the global batch. The numbers are reduced and copied without blocking, and read
+while the next step is running, so that logging never stalls the device. A stop request of any rank travels with them:
+all ranks read the same sum at the same step.
 """
 
 import json
@@ -35,15 +35,16 @@ from sparsellm.system.console import warn
 from sparsellm.system.errors import SparsellmError
 from sparsellm.system.files import unused, write_whole
 
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}  # dense bfloat16, by name of GPU (DESIGN §6)
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}  # dense bfloat16, by GPU name (DESIGN §6)
 
 METRICS = "metrics.jsonl"
-NAMED = "validation_ce/"  # before the name of a source of data.mix: the key of its held-out cross entropy
-NAMED_PROBLEMS = 3  # of a damaged file
+NAMED = "validation_ce/"  # prefix of a data.mix source's name: the key of its held-out cross entropy
+NAMED_PROBLEMS = 3  # most problems listed for a damaged file
 
 
 def mfu(tokens_per_s: float, model: ModelConfig, sequence_length: int, peak: float) -> float:
-    """Model FLOP utilisation (DESIGN §6); `peak` is the FLOP/s of all devices together. Sparse runs count as dense."""
+    """Model FLOP utilisation (DESIGN §6); `peak` is the FLOP/s of all devices together. Sparse layers count as
+    dense."""
     multiplied = parameters(model) - embedding_weights(model) + model.vocab_size * model.hidden_size
     attention = model.num_layers * sequence_length * model.num_heads * model.head_width
     return tokens_per_s * (6 * multiplied + 6 * attention) / peak
@@ -52,7 +53,7 @@ def mfu(tokens_per_s: float, model: ModelConfig, sequence_length: int, peak: flo
 class StepSums:
     """The sums of one optimizer step over this rank's micro-batches, on the device."""
 
-    # None before the first micro-batch; all but `ce` also without a ReLU.
+    # None before the first micro-batch. All except `ce` are also None without a ReLU.
     l1: Any
     nnz: Any
     fired: Any
@@ -62,12 +63,12 @@ class StepSums:
 
     def __init__(self) -> None:
         self.ce: Any = None
-        self.kl: Any = None  # None without a teacher, too
+        self.kl: Any = None  # also None without a teacher
         self.l1 = self.nnz = self.fired = self.wide_segments = self.rest_calls = self.union = None
         self.fullest: Any = None  # float64 [L]: the largest nonzeros per token of a micro-batch
 
     def add(self, out: DecoderOutput, tokens: int) -> None:
-        """`out` is of a micro-batch of so many tokens."""
+        """Add the output of a micro-batch of `tokens` tokens."""
         fullest: Any = None if out.nnz is None else out.nnz.double() / tokens
         if self.ce is None:
             self.ce = out.ce.detach().double()
@@ -92,11 +93,11 @@ class StepSums:
 
 
 class StepClock:
-    """How long a step takes from asking for its data on; on a GPU by the device's own clock, gaps included."""
+    """Measures a step from the request for its data; on a GPU with the device's clock, including idle gaps."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
-        self.peak_memory: int | None = None  # bytes; a CPU's allocator keeps no such count
+        self.peak_memory: int | None = None  # bytes; unknown on a CPU
         self._asked = time.perf_counter()
         if self.cuda:
             torch.cuda.reset_peak_memory_stats(device)
@@ -104,7 +105,7 @@ class StepClock:
             self._begin.record()
 
     def data_is_here(self) -> None:
-        self.data_wait = time.perf_counter() - self._asked  # seconds of the host, during which the device may work
+        self.data_wait = time.perf_counter() - self._asked  # seconds on the host; the device may be working meanwhile
 
     def stop(self) -> None:
         if self.cuda:
@@ -114,7 +115,7 @@ class StepClock:
             self._stopped = time.perf_counter()
 
     def seconds(self) -> float:
-        """Waits for the end of the step, if it is still under way."""
+        """The step's duration. Waits for the step to end."""
         if self.cuda:
             self._end.synchronize()
             return self._begin.elapsed_time(self._end) / 1e3
@@ -123,11 +124,11 @@ class StepClock:
 
 @dataclass
 class StepReport:
-    """One reduced step, possibly still being computed; `read` waits for it."""
+    """The reduced numbers of one step, possibly still in flight; `read` waits for them."""
 
-    known: dict[str, Any]  # what the host knows already, by the name that it has in the row
+    known: dict[str, Any]  # values that the host already knows, by their key in the row
     layers: int
-    # float64 on the host: ce, stop, kl, grad_norm, skipped, skipped_in_row, then of each layer l1, nnz, wide_segments,
+    # float64 on the host: ce, stop, kl, grad_norm, skipped, skipped_in_row, then per layer l1, nnz, wide_segments,
     # rest_calls, dead, reinitialized
     sums: Tensor
     copied: torch.cuda.Event | None
@@ -138,7 +139,7 @@ class StepReport:
             self.copied.synchronize()
         ce, stop, kl, grad_norm, skipped, skipped_in_row, *rest = self.sums.tolist()
         per_layer: list[Any] = [rest[i * self.layers : (i + 1) * self.layers] or None for i in range(6)]
-        return StepValues(  # type: ignore[misc]  # a list has any length to mypy
+        return StepValues(  # type: ignore[misc]  # mypy does not know the list's length
             self.known, ce, stop > 0, grad_norm, int(skipped), int(skipped_in_row), *per_layer,
             seconds=self.clock.seconds(), peak_memory=self.clock.peak_memory, data_wait=self.clock.data_wait,
             kl=kl,
@@ -151,13 +152,13 @@ class StepValues:
 
     known: dict[str, Any]
     ce: float  # sum over tokens, in nats
-    stop: bool  # some rank has been asked to stop
+    stop: bool  # some rank was asked to stop
     grad_norm: float
     skipped: int  # non-finite steps so far
     skipped_in_row: int
     l1: list[float] | None  # per layer: sum of |h|
     nnz: list[float] | None  # per layer
-    wide_segments: list[float] | None  # this and the next per layer, as FeedForwardOutput counts them
+    wide_segments: list[float] | None  # per layer, like the next: see FeedForwardOutput
     rest_calls: list[float] | None
     dead: list[float] | None
     reinitialized: list[float] | None  # so far
@@ -179,8 +180,9 @@ def reduce_step(
 ) -> StepReport:
     """Reduce one step's numbers over the ranks and start copying them to the host. Collective.
 
-    `optimizer_state`: (gradient norm, skipped, skipped in a row), 0-d, the same on all ranks. `silent_tokens`: reduced,
-    int64 [L, N], or None without a ReLU. `reinitialized`: int64 [L], the same on all ranks, or None where it is off.
+    `optimizer_state`: (gradient norm, skipped, skipped in a row), 0-d, the same on all ranks. `silent_tokens`: int64
+    [L, N], already reduced, or None without a ReLU. `reinitialized`: int64 [L], the same on all ranks, or None if
+    disabled.
     """
     ce = sums.ce
     kl = torch.zeros_like(ce) if sums.kl is None else sums.kl
@@ -197,7 +199,7 @@ def reduce_step(
 
 
 def to_host(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """Start copying to the host: (the copy, the event after which it is there; None: it is)."""
+    """Start copying to the host: (the copy, the event that marks its completion, or None if it is complete)."""
     if not tensor.is_cuda:
         return tensor, None
     on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
@@ -207,15 +209,15 @@ def to_host(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
 
 
 class HeldOut(NamedTuple):
-    """What a validation found."""
+    """The result of a validation."""
 
     ce: float  # nats per token
-    tokens: int  # that `ce` is the mean of
-    named: dict[str, float]  # the same of each source of data.mix
+    tokens: int  # number of tokens in the mean
+    named: dict[str, float]  # cross entropy of each data.mix source
 
 
 class Rows:
-    """Turns step values into rows: one shape for all runs, null for what does not exist, never NaN."""
+    """Turns step values into rows: the same keys for all runs, null for missing values, never NaN."""
 
     def __init__(
         self,
@@ -234,7 +236,7 @@ class Rows:
         self.peak_flops = next((flops for gpu, flops in PEAK_FLOPS.items() if gpu in name), None)
 
     def row(self, values: StepValues) -> dict[str, Any]:
-        """The row of a step that is not scored, or not yet."""
+        """The row of a step, without validation and evaluation."""
         step_tokens = self.training.tokens_per_step
         ce = values.ce / step_tokens
         denominator = l1_denominator(self.sparsity.l1_normalization, self.model)
@@ -278,7 +280,7 @@ class Rows:
     def scored(
         self, row: dict[str, Any], held_out: HeldOut | None, scores: dict[str, float | None] | None
     ) -> dict[str, Any]:
-        """`row` with what a validation and an evaluation found; None: there was none."""
+        """`row` with the results of a validation and an evaluation, each None if there was none."""
         return row | {key: _finite_or_none(value) for key, value in self._scores(held_out, scores).items()}
 
     def _scores(self, held_out: HeldOut | None, scores: dict[str, float | None] | None) -> dict[str, Any]:
@@ -297,24 +299,24 @@ def _finite_or_none(value: Any) -> Any:
 
 
 class MetricsError(SparsellmError, RuntimeError):
-    """The rows of a run are damaged, or cannot be written."""
+    """metrics.jsonl is damaged or cannot be written."""
 
 
 class Saved(NamedTuple):
-    """How much of a metrics.jsonl there was when a checkpoint was saved: in the checkpoint, under "metrics"."""
+    """The extent of metrics.jsonl when a checkpoint was saved; stored in the checkpoint under "metrics"."""
 
     bytes: int
-    xxh3: str  # of so many bytes from the first one on
+    xxh3: str  # of the first `bytes` bytes
 
 
 class History(NamedTuple):
-    """What a metrics.jsonl holds."""
+    """The content of a metrics.jsonl."""
 
-    rows: list[dict[str, Any]]  # those that can be read, in the order of their steps
-    problems: list[str]  # everything else, each with its line; not a last line that a kill cut short
+    rows: list[dict[str, Any]]  # readable rows, ordered by step
+    problems: list[str]  # everything else, with line numbers, except a last line truncated by a kill
 
     def report(self, path: Path) -> str:
-        """One sentence about the problems in the file `path`."""
+        """A sentence that lists the problems in the file `path`."""
         more = f"; and {len(self.problems) - NAMED_PROBLEMS} more" if len(self.problems) > NAMED_PROBLEMS else ""
         return f"{path} is damaged: {'; '.join(self.problems[:NAMED_PROBLEMS])}{more}"
 
@@ -337,7 +339,7 @@ def _scores(value: Any) -> bool:
     )
 
 
-# What the value of each key is where it is not null; a key may be missing, but for those of ALWAYS.
+# Validates each key's value if it is not null. Keys may be missing, except those of ALWAYS.
 KINDS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(
         ("step", "tokens", "val_tokens", "skipped_steps", "wide_segments", "rest_calls", "micro_batch_size"), _count
@@ -350,7 +352,7 @@ KINDS: dict[str, Callable[[Any], bool]] = {
     "evaluation": _scores,
 }
 ALWAYS = ("step",)
-# What a summary and the curves of a run look up in every row.
+# Keys that summaries and curves need in every row.
 NEVER_NULL = ("step", "tokens", "tokens_per_s", "l1_coefficient", "skipped_steps")
 IN_EVERY_ROW = (
     *NEVER_NULL, "loss", "ce", "val_ce", "val_tokens", "evaluation", "nnz_mean", "nnz_per_layer", "dead_per_layer",
@@ -361,20 +363,20 @@ IN_EVERY_ROW = (
 def history(
     path: Path, saved: Saved | None = None, needed: Sequence[str] = ALWAYS, layers: int | None = None
 ) -> History:
-    """The rows of a metrics.jsonl, and everything that is wrong with the file.
+    """The rows of a metrics.jsonl, and its problems.
 
-    `saved`: what the file began with at the checkpoint. `needed`: the keys that every row must have. `layers`: how long
-    lists are. A missing file has no rows, and no problem unless some were saved.
+    `saved`: the file's prefix at the checkpoint. `needed`: keys that every row must have. `layers`: the length of
+    lists. A missing file has no rows, and no problem unless rows had been saved.
     """
     try:
         content = regular.content(path, sys.maxsize)
     except FileNotFoundError:
-        return History([], [] if saved is None else [f"there is no such file, and {saved.bytes:,} bytes were saved"])
+        return History([], [] if saved is None else [f"the file is missing, but {saved.bytes:,} bytes were saved"])
     except OSError as error:
         return History([], [f"it cannot be read ({error.strerror})"])
     rows: list[dict[str, Any]] = []
     problems: list[str] = []
-    # A last line without a line feed is what a kill cut short. (`bytes.splitlines` would end one at a carriage return.)
+    # A last line without a line feed was truncated by a kill. (`bytes.splitlines` would also split at \r.)
     for number, line in enumerate(content.split(b"\n")[:-1], 1):
         try:
             row = _parsed(line, needed, layers)
@@ -385,14 +387,14 @@ def history(
             problems.append(f"line {number}: {error}")
     if saved is not None and xxhash.xxh3_64_hexdigest(content[: saved.bytes]) != saved.xxh3:
         if len(content) < saved.bytes:
-            problems.append(f"it has {len(content):,} bytes, and {saved.bytes:,} were saved")
+            problems.append(f"it has {len(content):,} bytes, but {saved.bytes:,} were saved")
         elif not problems:
-            problems.append(f"its first {saved.bytes:,} bytes are not those that were saved: a value has changed")
+            problems.append(f"its first {saved.bytes:,} bytes differ from those that were saved")
     return History(rows, problems)
 
 
 def _parsed(line: bytes, needed: Sequence[str], layers: int | None) -> dict[str, Any]:
-    """A row. Raises ValueError that says what is wrong with the line."""
+    """A row. Raises ValueError with what is wrong in the line."""
     if not line.strip():
         raise ValueError("it is blank")
     try:
@@ -400,9 +402,9 @@ def _parsed(line: bytes, needed: Sequence[str], layers: int | None) -> dict[str,
     except UnicodeDecodeError as error:
         raise ValueError(f"byte {error.start + 1} is not UTF-8") from None
     except (ValueError, RecursionError):
-        raise ValueError("it is no JSON") from None
+        raise ValueError("it is not JSON") from None
     if not isinstance(row, dict):
-        raise ValueError(f"it holds a JSON {type(row).__name__}, and should hold an object")
+        raise ValueError(f"it holds a JSON {type(row).__name__}: it should hold an object")
     for key in dict.fromkeys((*ALWAYS, *needed)):
         if key not in row or (key in NEVER_NULL and row[key] is None):
             raise ValueError(f"it has no {key}")
@@ -415,7 +417,7 @@ def _parsed(line: bytes, needed: Sequence[str], layers: int | None) -> dict[str,
 
 
 def telling(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of `rows`, in order, those that a model card looks at: the last one, the last validated, the last evaluated one.
+    """The rows that a model card uses, in order: the last, the last validated and the last evaluated one.
 
     Rows that lack keys, which run.skip_damaged keeps, are left out.
     """
@@ -431,7 +433,8 @@ def telling(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl; a last line that a kill cut short is left out, and damaged ones, which is said."""
+    """The rows of a metrics.jsonl, without a last line truncated by a kill and, with a warning, without damaged
+    lines."""
     found = history(path)
     if found.problems:
         warn(f"{found.report(path)}; these lines are left out")
@@ -439,17 +442,17 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 class MetricsFile:
-    """metrics.jsonl, begun anew after the rows up to `last_step`: what a resumed run will write again is cut off.
+    """metrics.jsonl, truncated after the rows up to `last_step`: a resumed run writes the later rows again.
 
-    What cannot be written, because the disk is full, is kept in memory and tried again with the next row. `telling`:
-    the few rows so far that a model card looks at, which may be read by another thread.
+    Rows that cannot be written, because the disk is full, are kept in memory and retried with the next row. `telling`:
+    the rows that a model card uses; another thread may read them.
     """
 
     def __init__(self, path: Path, last_step: int, saved: Saved | None = None, skip_damaged: bool = False) -> None:
         """`saved`: what the checkpoint of `last_step` knows of the file; None without a checkpoint.
 
-        Raises MetricsError if rows up to `last_step` are damaged or gone. With `skip_damaged` those that can be read
-        are kept, and the damaged file beside them as metrics.jsonl.damaged, which is said.
+        Raises MetricsError if rows up to `last_step` are damaged or missing. With `skip_damaged`, readable rows are
+        kept, and the damaged file is renamed to metrics.jsonl.damaged, with a warning.
         """
         self.path = path
         found = history(path, saved)
@@ -459,37 +462,36 @@ class MetricsFile:
             what = found.report(path)
             if not skip_damaged:
                 raise MetricsError(
-                    f"{what}. The checkpoint that the run goes on from is whole: bring the file back, or go on with the"
-                    f" {len(kept):,} rows that can be read by run.skip_damaged=true, which keeps the file as it is"
-                    f" beside them"
+                    f"{what}. The checkpoint to resume from is intact: restore the file, or continue with the"
+                    f" {len(kept):,} readable rows with run.skip_damaged=true, which keeps a copy of the damaged file"
                 )
             aside = unused(path.with_name(path.name + ".damaged"))
             if path.exists():
                 path.rename(aside)
-            warn(f"{what}; {len(kept):,} rows are kept, and the file as {aside.name}")
+            warn(f"{what}; {len(kept):,} rows are kept, and the damaged file is renamed to {aside.name}")
             content = b"".join(map(_line, kept))
         elif len(found.rows) > len(kept):
             cut = len(found.rows) - len(kept)
-            warn(f"{path}: rows that the run writes again are cut off: {cut:,}")
+            warn(f"{path}: removed {cut:,} rows that the resumed run will write again")
         write_whole(path, content)
         self._file = regular.to_write(path, "r+b", buffering=0)
-        self._bytes, self._digest = len(content), xxhash.xxh3_64(content)  # of what is written
+        self._bytes, self._digest = len(content), xxhash.xxh3_64(content)  # of the written content
         self.telling = telling(kept)
         self._waiting: list[bytes] = []  # rows that could not be written yet
 
     def write(self, row: dict[str, Any]) -> None:
-        """Raises OSError if the file cannot be written: `sync`, or the next row, then writes this one before itself."""
+        """Raises OSError if the file cannot be written; the row is then written by `sync` or with the next row."""
         self._waiting.append(_line(row))
         self.telling = telling([*self.telling, row])
         self._flush()
 
     def sync(self) -> None:
-        """Bring the rows to disk: a checkpoint that is there has its rows there. Raises OSError."""
+        """Sync the rows to disk, so that a checkpoint on disk always has its rows on disk. Raises OSError."""
         self._flush()
         os.fsync(self._file.fileno())
 
     def is_gone(self) -> bool:
-        """Whether the file was removed or replaced, so that what is written goes nowhere."""
+        """Whether the file was removed or replaced, so that written rows are lost."""
         try:
             return not os.path.samestat(self.path.stat(), os.fstat(self._file.fileno()))
         except FileNotFoundError:
@@ -497,7 +499,7 @@ class MetricsFile:
 
     @property
     def waiting(self) -> int:
-        """How many rows could not be written yet."""
+        """The number of rows not written yet."""
         return len(self._waiting)
 
     def saved(self) -> Saved:
@@ -515,7 +517,7 @@ class MetricsFile:
                 while written < len(line):
                     written += self._file.write(line[written:])
             except OSError:
-                self._file.truncate(self._bytes)  # not half a row
+                self._file.truncate(self._bytes)  # no partial row
                 raise
             del self._waiting[0]
             self._bytes += len(line)

@@ -1,4 +1,5 @@
-"""What a run says of itself in words: what it is before its first step, what it came to, and a sample of its text."""
+"""The text that a run prints: an overview before the first step, a summary at the end, and a sample of generated
+text."""
 
 import json
 from pathlib import Path
@@ -18,14 +19,14 @@ from sparsellm.system.files import write_whole
 
 
 def aligned(name: str, value: str) -> str:
-    """A line of an opening or a summary."""
+    """One aligned line of an overview or a summary."""
     return f"  {name:<18}  {value}"
 
 
 def opening(config: Config, ranks: Ranks, parameters: int, engine: str, available: int | None, folder: Path) -> str:
-    """What is about to be trained, on what, and where, in a few lines.
+    """A few lines about what will be trained, on which data, and where.
 
-    `engine`: where the feedforward layers are computed. `available`: training tokens; None for a stream.
+    `engine`: what computes the feedforward layers. `available`: training tokens; None for a stream.
     """
     model, training, sparsity, data = config.model, config.training, config.sparsity, config.data
     per_step = training.tokens_per_step
@@ -45,7 +46,7 @@ def opening(config: Config, ranks: Ranks, parameters: int, engine: str, availabl
         total = sum(source["weight"] for source in data.mix)
         shares = [f"{source['weight'] / total:.3g}" for source in data.mix]
         where = " + ".join(f"{share} {name}" for share, name in zip(shares, data.mix_names, strict=True))
-        tokens = f"{available:,} training tokens until one of them begins again"
+        tokens = f"{available:,} training tokens until one of the sources repeats"
     return "\n".join(
         [
             f"{config.run.name}: {training.steps:,} steps of {per_step:,} tokens, {planned:,} in all",
@@ -68,7 +69,7 @@ def _device(ranks: Ranks) -> str:
 
 
 def to_upload(folder: Path) -> list[str]:
-    """The line that names the command for what of the run's record is not uploaded, if there is any."""
+    """A line with the command that uploads the rest of the run's record; [] if everything is uploaded."""
     command = sync_command(folder)
     return [] if command is None else [aligned("Weights & Biases", f"to upload: {command}")]
 
@@ -103,10 +104,10 @@ def summary(
         lines["L1 coefficient"] = ", the same as ".join([same[0], " and ".join(same[1:])])
     if last["dead_per_layer"] is not None and last["tokens"] >= sparsity.dead_after_tokens:
         dead, neurons = sum(last["dead_per_layer"]), len(last["dead_per_layer"]) * model.intermediate_size
-        silence = f"silent for the last {sparsity.dead_after_tokens:,} tokens"
+        silence = f"inactive for the last {sparsity.dead_after_tokens:,} tokens"
         lines["dead neurons"] = f"{dead:,} of {neurons:,} ({dead / neurons:.1%}), {silence}"
     if last["reinitialized_per_layer"] is not None:
-        lines["reinitialized"] = f"{sum(last['reinitialized_per_layer']):,} gate rows of silent neurons"
+        lines["reinitialized"] = f"{sum(last['reinitialized_per_layer']):,} gate rows of dead neurons"
     lines["throughput"] = f"{speed:,.0f} tokens/s (median of logged steps)"
     if last["skipped_steps"]:
         lines["skipped"] = f"{last['skipped_steps']} non-finite steps"
@@ -117,7 +118,7 @@ def summary(
 
 
 def finish(config: Config, folder: Path) -> str:
-    """Draw the plots of the run in `folder`, and sum it up in words."""
+    """Draw the plots of the run in `folder`, and return its summary."""
     checkpoint = run_folder.checkpoint(folder, config.training.steps)
     found = history(folder / METRICS, saved_rows(checkpoint), IN_EVERY_ROW, config.model.num_layers)
     damage = []
@@ -138,12 +139,12 @@ def finish(config: Config, folder: Path) -> str:
         for name, content in drawn.items():
             write_whole(folder / PLOTS / name, content)
     except (ImportError, OSError) as error:
-        damage.append(f"  {folder / PLOTS} is not complete: {error}")
+        damage.append(f"  {folder / PLOTS} is incomplete: {error}")
     return "\n".join([summary(config.model, config.sparsity, config.data.mix_names, found.rows, folder), *damage])
 
 
 def is_drawn(folder: Path, checkpoint: Path) -> bool:
-    """Whether `finish` has drawn the run in `folder` since it saved `checkpoint`."""
+    """Whether `finish` has drawn the run in `folder` since `checkpoint` was saved."""
     try:
         return (folder / PLOTS / LOSS_PLOT).stat().st_mtime_ns >= (checkpoint / COMMITTED).stat().st_mtime_ns
     except OSError:
@@ -151,7 +152,7 @@ def is_drawn(folder: Path, checkpoint: Path) -> bool:
 
 
 def saved_rows(checkpoint: Path) -> Saved | None:
-    """How much of metrics.jsonl there was when `checkpoint` was saved; None: the checkpoint does not say."""
+    """The extent of metrics.jsonl when `checkpoint` was saved; None if the checkpoint does not record it."""
     try:
         saved = Saved(**json.loads(regular.content(checkpoint / STATE / VALUES))["metrics"])
     except (OSError, ValueError, KeyError, TypeError):  # there is none, or it is damaged
@@ -160,7 +161,7 @@ def saved_rows(checkpoint: Path) -> Saved | None:
 
 
 def sample(hf_folder: Path, prompt: str, new_tokens: int, seed: int = 0) -> str:
-    """Text that transformers alone generates on the CPU from an exported checkpoint: top-k 50, temperature 0.8."""
+    """Text generated from an exported checkpoint by transformers on the CPU, with top-k 50 and temperature 0.8."""
     import torch
 
     model = pretrained.read_model(hf_folder)

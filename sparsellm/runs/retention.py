@@ -1,4 +1,4 @@
-"""Which steps of a run are saved, which of its checkpoints stay, and how many there are at once."""
+"""Which steps of a run are saved, which checkpoints are kept, and how many exist at once."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -7,7 +7,7 @@ from sparsellm.config import OptimizerConfig, RunConfig, Schedule, SparsityConfi
 
 
 def last_common_step(training: TrainingConfig, optimizer: OptimizerConfig, sparsity: SparsityConfig) -> int:
-    """The last step that a run has in common with a longer one; 0: no step is, as without optimizer.schedule=wsd.
+    """The last step that a run shares with a longer run; 0 if there is none, as without optimizer.schedule=wsd.
 
     After it the learning rate decays, or dead neurons are no longer reinitialized, because the run is about to end.
     """
@@ -18,25 +18,25 @@ def last_common_step(training: TrainingConfig, optimizer: OptimizerConfig, spars
 
 
 class Retention:
-    """The checkpoints of a run: every run.checkpoint_every steps, of which the newest run.keep_checkpoints stay.
+    """Checkpoints every run.checkpoint_every steps, of which the newest run.keep_checkpoints are kept.
 
-    Two kinds stay for good: the first one of each run.keep_every steps (step N itself, unless its save failed or had
-    to wait for a finite gradient), and, with optimizer.schedule=wsd, the newest one up to the last common step, from
-    which the run can be made longer.
+    Two kinds are permanent: the first one of each run.keep_every steps (step N itself, unless its save failed or had to
+    wait for a finite gradient), and, with optimizer.schedule=wsd, the newest one up to the last common step, from which
+    the run can be extended.
     """
 
     def __init__(self, run: RunConfig, steps: int, last_common: int) -> None:
-        """`last_common`: of `last_common_step`."""
+        """`last_common`: the result of `last_common_step`."""
         self.run, self.steps, self.last_common = run, steps, last_common
         self._intervals = [every for every in (self.run.checkpoint_every, self.run.keep_every) if every]
 
     def is_due(self, step: int) -> bool:
-        """Whether a checkpoint of `step` is to be saved."""
+        """Whether a checkpoint is due at `step`."""
         return step in (self.last_common, self.steps) or any(step % every == 0 for every in self._intervals)
 
     def for_good(self, steps: list[int]) -> set[int]:
-        """Of the checkpoints of these `steps`, ascending, those that are never deleted."""
-        found: dict[int, int] = {}  # of each keep_every steps the first one
+        """The permanent checkpoints among `steps` (ascending)."""
+        found: dict[int, int] = {}  # the first checkpoint of each keep_every steps
         if self.run.keep_every:
             for step in steps:
                 found.setdefault(step // self.run.keep_every, step)
@@ -44,9 +44,9 @@ class Retention:
         return {*found.values(), *[step for step in steps if step <= self.last_common][-1:]}
 
     def most_at_once(self, there: list[int]) -> int:
-        """How many checkpoints there will be at once at most, the one being written included.
+        """The largest number of checkpoints that will exist at once, including the one being written.
 
-        `there`: the steps, ascending, of those that exist.
+        `there`: the steps of existing checkpoints, ascending.
         """
         last, count = max(there, default=0), self.run.keep_checkpoints + 1
         to_come = list(islice(self._saves_backwards(last), count))
@@ -56,13 +56,13 @@ class Retention:
         common = [self.last_common] if self.last_common > last else []
         older = {step for step in self.for_good(sorted({*there, *common, *newest})) if step < newest[-1]}
         milestones = 0
-        if every := self.run.keep_every:  # those between, which no list names
+        if every := self.run.keep_every:  # permanent ones in between, which `newest` omits
             milestones = max(0, (newest[-1] - 1) // every - last // every)
             milestones -= sum(step > last and step % every == 0 for step in older)
         return max(len(there) + 1, len(newest) + len(older) + milestones)
 
     def _saves_backwards(self, last: int) -> Iterator[int]:
-        """The steps after `last` that are to be saved, the last step first."""
+        """The steps after `last` at which checkpoints are due, in reverse."""
         step = self.steps
         while step > last:
             yield step

@@ -1,8 +1,8 @@
-"""Reads a checkpoint's state/ through torch.distributed.checkpoint (DCP), and runs nothing that it holds.
+"""Reads a checkpoint's state/ through torch.distributed.checkpoint (DCP) without executing anything in it.
 
-DCP keeps the tensors in files that torch reads with weights_only, and describes them in `.metadata`: a pickle, which
-could name any function of Python to be called. Here it may name only the classes that describe tensors (NAMES), which
-hold values and do nothing else. BytesStorageMetadata is not among them: DCP would unpickle the bytes it stands for.
+DCP stores tensors in files that torch reads with weights_only, and describes them in `.metadata`, a pickle, which could
+call any Python function. Here it may refer only to the classes that describe tensors (NAMES), which are plain data.
+BytesStorageMetadata is not among them: DCP would unpickle the bytes that it refers to.
 """
 
 import pickle
@@ -28,11 +28,11 @@ NAMES = {
 
 
 class StateRefused(SparsellmError, ValueError):
-    """A state/ whose `.metadata` holds what no checkpoint of ours does."""
+    """A `.metadata` with content that sparsellm never writes."""
 
 
 class StateReader(FileSystemReader):
-    """DCP's reader of a folder, with `.metadata` read by an unpickler that knows NAMES alone."""
+    """DCP's folder reader, with an unpickler for `.metadata` that accepts only NAMES."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Raises StateRefused."""
@@ -40,10 +40,10 @@ class StateReader(FileSystemReader):
         with path.open("rb") as file:
             metadata = _Unpickler(file, path).load()
         if not isinstance(metadata, Metadata):
-            _refuse(path, f"holds a {type(metadata).__name__} in place of Metadata")
+            _refuse(path, f"holds a {type(metadata).__name__} instead of Metadata")
         for info in metadata.storage_data.values():
             if info.relative_path != Path(info.relative_path).name or info.transform_descriptors:
-                _refuse(path, f"leads to {info.relative_path!r}, which is no file beside it")
+                _refuse(path, f"refers to {info.relative_path!r}, which is not a file in its folder")
         return metadata
 
 
@@ -54,12 +54,12 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in NAMES:
-            _refuse(self.path, f"names {module}.{name}")
+            _refuse(self.path, f"refers to {module}.{name}")
         return super().find_class(module, name)
 
 
 def _refuse(path: Path, why: str) -> NoReturn:
     raise StateRefused(
-        f"{path} {why}, as no checkpoint of sparsellm does: nothing in it was run. Find out who wrote it, and resume"
-        " from another checkpoint"
+        f"{path} {why}, which no checkpoint of sparsellm does. Nothing in it was executed. Find out who wrote it, and"
+        " resume from another checkpoint"
     )

@@ -33,7 +33,7 @@ def text(sweep: Sweep, arguments: list[str]) -> str:
         each += [evaluate(sweep, point)] if sweep.options.evaluate else []
         each += [benchmark(point)] if sweep.options.benchmark else []
         lines.append(" && ".join(map(shlex.join, each)))
-    return "\n".join([*lines, f"# then, for the table and the figure: {shlex.join(_again(arguments))}"])
+    return "\n".join([*lines, f"# afterwards, for the table and the figure: {shlex.join(_again(arguments))}"])
 
 
 def slurm_script(sweep: Sweep, arguments: list[str]) -> str:

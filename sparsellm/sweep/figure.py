@@ -66,7 +66,7 @@ PANELS = (
     Panel(
         "Cross entropy over the run without L1", "increase", lambda _, r: r["ce_increase"], percent=True, signed=True,
     ),
-    Panel("Dead neurons", "share silent for\nthe last {window} tokens", _dead_share, percent=True),
+    Panel("Dead neurons", "fraction inactive for\nthe last {window} tokens", _dead_share, percent=True),
 )  # fmt: skip
 
 

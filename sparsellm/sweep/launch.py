@@ -25,16 +25,16 @@ from sparsellm.training.stop import StopSignals
 T = TypeVar("T")
 Work = Generator[None, None, T]
 
-# Seconds that torchrun gives its workers to save after a signal; torch before 2.13 has 30 and reads no variable.
+# Seconds that torchrun gives its workers to save after a signal; torch before 2.13 ignores this and gives 30.
 SHUTDOWN_TIMEOUT = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "120"}
 
 
 class Launcher(StopSignals):
     """While entered, SIGTERM and SIGINT go to the running commands instead of ending the sweep in its middle.
 
-    Commands have sessions of their own, so a Ctrl-C reaches them once, through here. If the sweep is killed outright,
-    Linux sends them SIGTERM, perhaps once for each thread of the sweep, and a second one ends a run without a
-    checkpoint: then it goes on from its last.
+    Commands have their own sessions, so Ctrl-C reaches them once, through this class. If the sweep is killed with
+    SIGKILL, Linux sends them SIGTERM, perhaps once per thread of the sweep; a second SIGTERM ends a run without saving,
+    and it then resumes from its last checkpoint.
     """
 
     def __init__(self, shown: bool = True) -> None:
@@ -43,7 +43,7 @@ class Launcher(StopSignals):
         self.shown = shown
 
     def claim(self, log: Path) -> Work[BinaryIO]:
-        """`log`, opened to append, once no other process writes to it. A signal ends the wait too."""
+        """Open `log` for appending once no other process writes to it. A signal ends the wait too."""
         log.parent.mkdir(parents=True, exist_ok=True)
         file = regular.to_write(log, "ab")
         if not locks.take(file, give_up=lambda: True):

@@ -1,4 +1,4 @@
-"""A sweep's command line as the runs that it stands for, each with the commands that train and evaluate it.
+"""Expands a sweep's command line into runs.
 
 A point is an ordinary run, named for what is swept. One that was trained before, by hand or by another sweep, keeps the
 name that it has there and is not trained again: names end with a hash of what defines the run.
@@ -48,8 +48,8 @@ from sparsellm.runs.locate import locate
 from sparsellm.training import distillation, warm_start
 
 COEFFICIENT = "sparsity.l1_coefficient"
-# What makes the baseline of any run: all its other `sparsity` overrides give way. The coefficient is said once more for
-# the table, which has a column of what was swept.
+# The overrides of a baseline, which replace all `sparsity` overrides of its run. The coefficient is included for the
+# table, which has a column per swept key.
 DENSE = {"sparsity": ["sparsity=dense_silu"], COEFFICIENT: [f"{COEFFICIENT}=0"]}
 
 
@@ -57,7 +57,7 @@ DENSE = {"sparsity": ["sparsity=dense_silu"], COEFFICIENT: [f"{COEFFICIENT}=0"]}
 class Point:
     """One run of a sweep."""
 
-    values: dict[str, str]  # each swept key or group to its value here; for a baseline, those of them that it sets
+    values: dict[str, str]  # swept key or group -> its value; for a baseline, only those that it sets
     overrides: list[str]
     config: Config
     experiment: str | None
@@ -70,7 +70,7 @@ class Point:
 
     @property
     def outside_sparsity(self) -> dict[str, str]:
-        """The values that it shares with its baseline and with the run without L1."""
+        """The values shared with its baseline and with the run without L1."""
         return {key: value for key, value in self.values.items() if key.partition(".")[0] != "sparsity"}
 
     @property
@@ -79,7 +79,7 @@ class Point:
 
     @property
     def checkpoint(self) -> Path:
-        """The last one, which a finished run has."""
+        """The last checkpoint, which every finished run has."""
         return layout.checkpoint(self.folder, self.config.training.steps)
 
     def describe(self) -> str:
@@ -97,7 +97,7 @@ class Sweep:
     name: str
     keys: list[str]  # what the sweep varies
     points: list[Point]
-    processes: int  # of one run, on one node
+    processes: int  # per run, on one node
     slots: list[dict[str, str]]  # for each run at once, what its commands have in their environment
     options: SweepConfig
     evaluate: list[str]
@@ -111,12 +111,12 @@ class Sweep:
 
     @cached_property
     def limit(self) -> int | None:
-        """Rows of each task that its evaluations score."""
+        """Rows per task that its evaluations score; None: all."""
         return from_overrides(self.evaluate, EvaluateConfig).limit
 
     @cached_property
     def tasks(self) -> list[str]:
-        """What its evaluations score."""
+        """The tasks that its evaluations score."""
         return from_overrides(self.evaluate, EvaluateConfig).tasks or list(TASKS)
 
     def dtype(self, point: Point) -> str:
@@ -129,16 +129,16 @@ class Sweep:
         return [f"checkpoint={quoted(str(point.checkpoint))}", *self.evaluate]
 
     def is_evaluated(self, point: Point) -> bool:
-        """Whether its evaluation would find everything finished."""
+        """Whether its evaluation is complete."""
         return point.is_finished() and is_complete(from_overrides(self.evaluation(point), EvaluateConfig))
 
     def benchmark(self, point: Point) -> Path:
-        """The file that the benchmark of a finished point leaves."""
+        """The results file of a finished point's benchmark."""
         return locate(str(point.checkpoint)).output(BENCHMARK) / BENCHMARK_JSON
 
 
 def plan(arguments: list[str]) -> Sweep:
-    """The sweep of a command line. Raises ConfigError with every mistake of it and of its runs."""
+    """The sweep of a command line. Raises ConfigError with every mistake in it and in its runs."""
     request = sweep_request(arguments)
     points, found = _points(request)
     if not points:
@@ -181,7 +181,7 @@ def _swept(request: SweepRequest) -> list[str]:
 def _points(request: SweepRequest) -> tuple[list[Point], list[str]]:
     axes, points, found = request.axes, [], []
     swept = _swept(request)
-    fixed = {"run.name": "a run's name follows from its configuration", "run.restart": "points resume what there is"}
+    fixed = {"run.name": "a run's name follows from its configuration", "run.restart": "points resume existing runs"}
     found += [f"{key} in a sweep: {reason}; leave it out" for key, reason in fixed.items() if key in axes]
 
     trained: dict[str, dict[str, str]] = {}  # by run.root: the name of each run there by its hash
@@ -230,18 +230,20 @@ def _mistakes(sweep: Sweep, request: SweepRequest, devices: int) -> list[str]:
             " once, or sweep.share_gpus=true lets them share the GPUs"
         )
     if "RANK" in os.environ:
-        found.append("a sweep starts torchrun itself, for each of its runs: start it without")
+        found.append("a sweep starts torchrun itself for each of its runs: start the sweep without torchrun")
     found += name_mistakes("sweep.name", sweep.name)
     if sweep.processes < 1:
-        found.append(f"sweep.nproc_per_node is {sweep.processes}: it must be at least 1")
+        found.append(f"sweep.nproc_per_node is {sweep.processes}: it should be at least 1")
     if options.mode == SweepMode.slurm and options.nproc_per_node is None:
-        found.append("sweep.mode=slurm needs sweep.nproc_per_node: the GPUs of one of the cluster's nodes")
+        found.append("sweep.mode=slurm needs sweep.nproc_per_node: set it to the number of GPUs per node")
     if options.point is not None and not 0 <= options.point < len(sweep.points):
-        found.append(f"sweep.point is {options.point}: this sweep has the points 0 to {len(sweep.points) - 1}")
+        found.append(
+            f"sweep.point is {options.point}: it should be from 0 to {len(sweep.points) - 1}, the points of this sweep"
+        )
     for key in ("checkpoint", "output_dir"):
         if any(override.startswith(f"{key}=") for override in request.evaluate):
-            found.append(f"evaluate.{key} in a sweep: every run has its own; leave it out")
-    try:  # the table needs them too, though nothing were evaluated
+            found.append(f"evaluate.{key} in a sweep: every run has its own value; leave it out")
+    try:  # the table needs them even if nothing is evaluated
         evaluation = from_overrides(request.evaluate, EvaluateConfig)
         wrong = evaluation_mistakes(evaluation) if options.evaluate else []
     except ConfigError as error:
@@ -253,10 +255,10 @@ def _mistakes(sweep: Sweep, request: SweepRequest, devices: int) -> list[str]:
         before = same.setdefault(point.by_hand, point)
         if before is not point and "run.name" not in request.axes:
             found.append(
-                f"{' '.join(before.overrides)} and {' '.join(point.overrides)} are the same run: what they differ in"
-                " does not define a run, so leave one of them out"
+                f"{' '.join(before.overrides)} and {' '.join(point.overrides)} are the same run: the keys in which they"
+                " differ do not define a run, so leave one of them out"
             )
-        hint = " (in the dense baseline: sweep.baseline=false does without)" if point.baseline else ""
+        hint = " (in the dense baseline: sweep.baseline=false omits it)" if point.baseline else ""
         wrong = mistakes(point.config, max(1, sweep.processes)) + run_folder.mistakes(point.config)
         if not point.is_finished():
             config = point.config

@@ -33,9 +33,9 @@ def write_all(sweep: Sweep) -> tuple[str, str | None]:
             markdown = markdown or table.as_markdown(sweep, table.rows(sweep))
         return markdown, (
             f"the table in {sweep.folder} cannot be written ({type(error).__name__}: {error}): the runs and their"
-            " scores are in their own folders, and the same command writes the table"
+            " scores are in their own folders; run the same command to write the table"
         )
     lines = [markdown, *(str(sweep.folder / f"{NAME}.{kind}") for kind in ("csv", *files))]
     if not pictures:
-        lines.append(f"no figure: it needs two finished runs that differ in {COEFFICIENT}")
+        lines.append(f"no figure: it needs at least two finished runs with different {COEFFICIENT}")
     return "\n".join(lines), None

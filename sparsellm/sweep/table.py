@@ -140,7 +140,7 @@ def _numbers(point: Point, rows: list[Row]) -> Row:
     """The row of a finished run's last step; empty, with a warning, if that row is damaged or missing."""
     if rows and rows[-1]["step"] == point.config.training.steps:
         return rows[-1]
-    warn(f"{point.folder / METRICS} has no row of the last step: its numbers are left out")
+    warn(f"{point.folder / METRICS} has no row for the last step: its numbers are left out")
     return {}
 
 
@@ -198,10 +198,10 @@ def _legend(sweep: Sweep, titles: set[str], dtypes: str) -> str:
     multiplied = distinct(MULTIPLIED[c.sparsity.l1_normalization] for c in configs if c.sparsity.l1_coefficient)
     rows = "" if sweep.limit is None else f", of the first {sweep.limit:,} rows"
     meanings = {
-        "CE": "cross entropy of the last step's batch, nats per token; held-out CE on the validation split",
-        "CE increase": f"over the ReLU run with {COEFFICIENT}=0",
+        "CE": "cross entropy of the last step's batch, nats per token; held-out CE: on the validation split",
+        "CE increase": f"relative to the ReLU run with {COEFFICIENT}=0",
         "nonzeros": f"feedforward activations per token that are not zero, mean over layers, of {neurons}",
-        "dead": f"neurons, over all layers, that were silent for the last {silence} tokens",
+        "dead": f"neurons, over all layers, that did not fire for the last {silence} tokens",
     }
     lines = [f"{title}: {meaning}." for title, meaning in meanings.items() if title in titles]
     if multiplied:

@@ -2,4 +2,4 @@
 
 
 class SparsellmError(Exception):
-    """An error whose message is for a person: what is wrong, and what to do. A command ends with it alone."""
+    """An error with a message for the user: what is wrong, and what to do. A command ends with only this message."""

@@ -127,7 +127,7 @@ def read_sealed(path: Path, error: type[Exception], remedy: str) -> dict[str, An
     if content != body + _ending(body):
         # For content that is not JSON, this raises with its position.
         _parsed(content, path, error, remedy)
-        _refuse(path, error, "its content is not what its own checksum was made of", remedy)
+        _refuse(path, error, "its content does not match its own checksum", remedy)
     values = _parsed(content, path, error, remedy)
     del values["xxh3"]
     return values
@@ -154,11 +154,11 @@ def _parsed(content: bytes, path: Path, error: type[Exception], remedy: str) -> 
     except UnicodeDecodeError as problem:
         _refuse(path, error, f"byte {problem.start} is not UTF-8", remedy)
     except json.JSONDecodeError as problem:
-        _refuse(path, error, f"it is no JSON from line {problem.lineno} column {problem.colno} on", remedy)
+        _refuse(path, error, f"it is not JSON from line {problem.lineno} column {problem.colno} on", remedy)
     except (ValueError, RecursionError) as problem:  # a number of thousands of digits, or deeply nested brackets
         _refuse(path, error, f"its JSON cannot be read: {problem}", remedy)
     if not isinstance(values, dict):
-        _refuse(path, error, f"it holds a JSON {type(values).__name__}, and should hold an object", remedy)
+        _refuse(path, error, f"it holds a JSON {type(values).__name__}: it should hold an object", remedy)
     return values
 
 

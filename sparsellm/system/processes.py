@@ -43,8 +43,8 @@ def rank_mistake() -> str | None:
     remedy = f"`unset {' '.join(found)}` to start one process, or start the ranks with torchrun --nproc_per_node=N"
     if missing := [name for name in RANK_VARIABLES if name not in found]:
         there = ", ".join(f"{name}={found[name]}" for name in ("RANK", "WORLD_SIZE") if name in found)
-        return f"{there} is set in the environment without {', '.join(missing)}, so the ranks cannot meet: {remedy}"
+        return f"{there} is set in the environment without {', '.join(missing)}, so ranks cannot connect: {remedy}"
     rank, world_size = found["RANK"], found["WORLD_SIZE"]
     if not (rank.isdecimal() and world_size.isdecimal() and int(rank) < int(world_size)):
-        return f"RANK={rank} is no rank of WORLD_SIZE={world_size}: {remedy}"
+        return f"RANK={rank} is not a rank of WORLD_SIZE={world_size}: {remedy}"
     return None

@@ -30,7 +30,7 @@ def content(path: Path, most: int = MOST) -> bytes:
     """The bytes of a regular file of at most `most` bytes. Raises OSError."""
     with to_read(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > most:
-            raise OSError(errno.EFBIG, f"it has {size:,} bytes, and should have {most:,} at the most", str(path))
+            raise OSError(errno.EFBIG, f"it has {size:,} bytes: it should have at most {most:,}", str(path))
         found: bytes = file.read()
         return found
 
@@ -41,7 +41,7 @@ def itself(name: str, flags: int) -> int:
         return _regular(name, flags | os.O_NOFOLLOW)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise OSError(errno.ELOOP, "it is a link, which is not followed: remove it", name) from None
+            raise OSError(errno.ELOOP, "it is a link, and links are not followed here: remove it", name) from None
         raise
 
 
@@ -67,4 +67,4 @@ def _regular(name: str, flags: int) -> int:
 
 def _irregular(name: str) -> OSError:
     what = "a folder" if Path(name).is_dir() else "a FIFO, a socket or a device"
-    return OSError(errno.EINVAL, f"it is {what}, and should be a file: remove it", name)
+    return OSError(errno.EINVAL, f"it is {what}: it should be a regular file; remove it", name)

@@ -77,7 +77,7 @@ class _Lasting(io.FileIO):
                     os.write(
                         3 - self.fileno(),
                         f"sparsellm: {NAMES[self.fileno()]} cannot be written ({error.strerror}): its lines are lost,"
-                        " and the command goes on\n".encode(),
+                        " and the command continues\n".encode(),
                     )
         return len(data)
 
@@ -86,7 +86,7 @@ class _Lasting(io.FileIO):
         while rest:
             pause = None if self.result else 0 if self.lost else PAUSE
             if not select.select([], [self], [], pause)[1]:
-                raise OSError(errno.EAGAIN, "nobody reads it")
+                raise OSError(errno.EAGAIN, "its reader has stopped")
             rest = rest[super().write(rest[: select.PIPE_BUF]) or 0 :]  # None means 0: another process was faster
 
 

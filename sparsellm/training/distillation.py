@@ -1,9 +1,9 @@
-"""Learning from a dense teacher beside the tokens themselves: distill.teacher (docs/TRAINING.md).
+"""Distillation from a dense teacher, in addition to cross entropy: distill.teacher (docs/TRAINING.md).
 
 The loss of a token is CE + weight x temperature^2 x KL(teacher || student), summed over the global batch and divided by
-its tokens like every other term, so accumulation and ranks change rounding only. Each rank holds the teacher, whole,
-its matrices in the compute dtype. The teacher computes a micro-batch's last hidden state right before the student does;
-its logits exist for one chunk of tokens at a time (model/cross_entropy.py).
+its tokens like every other term, so accumulation and the number of ranks change rounding only. Each rank holds the
+whole teacher, with matrices in the compute dtype. The teacher computes a micro-batch's last hidden state right before
+the student does; its logits exist for one chunk of tokens at a time (model/cross_entropy.py).
 """
 
 import torch
@@ -14,7 +14,7 @@ from sparsellm.config import Activation, ConfigError, DistillConfig, ModelConfig
 from sparsellm.distributed.groups import Ranks, on_main
 from sparsellm.hf import conversion
 from sparsellm.model import Decoder
-from sparsellm.model.cross_entropy import Lesson
+from sparsellm.model.cross_entropy import TeacherOutput
 from sparsellm.model.dtypes import DTYPES
 from sparsellm.runs.precision import load_float32
 from sparsellm.training.warm_start import send, source
@@ -23,8 +23,7 @@ KEY = "distill.teacher"
 
 
 def mistakes(distill: DistillConfig, model: ModelConfig, length: int) -> list[str]:
-    """Why the teacher, if there is one, cannot teach `model` on sequences of `length` tokens, as far as its config.json
-    says."""
+    """Why the teacher, if any, cannot teach `model` on sequences of `length` tokens, judging by its config.json."""
     name = distill.teacher
     if name is None:
         return []
@@ -36,19 +35,19 @@ def mistakes(distill: DistillConfig, model: ModelConfig, length: int) -> list[st
     found = []
     if teacher.vocab_size != model.vocab_size:
         found.append(
-            f"{KEY}={name} has a vocabulary of {teacher.vocab_size:,}, and the model of {model.vocab_size:,}:"
-            " they must agree, so give a teacher of the same vocabulary"
+            f"{KEY}={name} has a vocabulary of {teacher.vocab_size:,}, but the model has {model.vocab_size:,}: give a"
+            " teacher with the same vocabulary"
         )
     if teacher.context_length < length:
         found.append(
-            f"{KEY}={name} has a context of {teacher.context_length:,} tokens, and training.sequence_length is"
-            f" {length:,}: shorten that, or give another teacher"
+            f"{KEY}={name} has a context of {teacher.context_length:,} tokens, but training.sequence_length is"
+            f" {length:,}: shorten the sequences, or give another teacher"
         )
     return found
 
 
 class Teacher:
-    """The teacher of a run, on this rank's device, which never changes."""
+    """The frozen teacher of a run, on this rank's device."""
 
     def __init__(
         self,
@@ -59,10 +58,10 @@ class Teacher:
         autocast: torch.autocast,
         before: str | None = None,
     ) -> None:
-        """Reads it on the main rank. `before`: the digest of what has taught this run up to its checkpoint, if known.
+        """Reads the teacher on the main rank. `before`: the digest of the run's teacher so far, if known.
 
-        Collective. Raises ConfigError there, and MainRankFailed on the others, if its files cannot be read, or are
-        another model than before.
+        Collective. Raises ConfigError on the main rank, and MainRankFailed on the others, if its files cannot be read
+        or the model has changed.
         """
         self.config, self.autocast = config, autocast
         dtype, weights = DTYPES[runtime.precision], dict[str, Tensor]()
@@ -70,12 +69,12 @@ class Teacher:
         def read() -> tuple[ModelConfig, Activation, str]:
             name = str(config.teacher)
             with source(KEY, name) as checkpoint:
-                checkpoint.identity()  # a checkpoint of ours is held to its checksums
+                checkpoint.identity()  # verifies the checksums of our checkpoints
                 model, activation, found = load_float32(checkpoint)
             if before not in (None, digest := _digest(found)):
                 raise ConfigError([
-                    f"{KEY}={name} is not the model any more that has taught run {run_name} so far: bring that"
-                    " back, choose another run.name, or add run.restart=true"
+                    f"{KEY}={name} is no longer the model that run {run_name} has used as teacher: restore"
+                    f" it," " choose another run.name, or add run.restart=true"
                 ])  # fmt: skip
             weights.update(found)
             return model, activation, digest
@@ -84,7 +83,7 @@ class Teacher:
         with torch.device(ranks.device), torch.random.fork_rng([ranks.device] if ranks.device.type == "cuda" else []):
             self.decoder = Decoder(model, activation).requires_grad_(False)
         send(weights, self.decoder, ranks)
-        for layer in self.decoder.layers:  # what autocast would cast in every pass
+        for layer in self.decoder.layers:  # cast once what autocast would cast in every pass
             for parameter in layer.parameters():
                 if parameter.dim() == 2:
                     parameter.data = parameter.data.to(dtype)
@@ -92,20 +91,22 @@ class Teacher:
         held = {tensor.data_ptr(): tensor.nbytes for tensor in (*self.decoder.parameters(), self.head)}
         self.bytes = sum(held.values())
         if runtime.compile:
-            # The layers of student and teacher share their code, and dynamo counts both models' graphs together.
+            # Student and teacher layers share code, so dynamo counts the graphs of both models together.
             torch._dynamo.config.recompile_limit = max(16, torch._dynamo.config.recompile_limit)
             self.decoder.compile_parts()
 
     @torch.no_grad()
-    def lesson(self, tokens: Tensor) -> Lesson:
-        """What the teacher says of tokens [B, T] int64; M = B x T."""
+    def output(self, tokens: Tensor) -> TeacherOutput:
+        """The teacher's output for tokens [B, T] int64; M = B x T."""
         with self.autocast:
             hidden, _ = self.decoder.hidden(tokens)
-        return Lesson(hidden.flatten(0, 1).to(self.head.dtype), self.head, self.config.weight, self.config.temperature)
+        return TeacherOutput(
+            hidden.flatten(0, 1).to(self.head.dtype), self.head, self.config.weight, self.config.temperature
+        )
 
 
 def _digest(weights: dict[str, Tensor]) -> str:
-    """xxh3_128, in hex, of float32 tensors on the CPU and their names."""
+    """xxh3_128 in hex of float32 CPU tensors and their names."""
     digest = xxhash.xxh3_128()
     for name, weight in sorted(weights.items()):
         digest.update(name.encode())

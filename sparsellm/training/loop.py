@@ -4,14 +4,14 @@ One optimizer step over the M tokens of the global batch minimises (DESIGN §2)
 
     loss = (1/M) sum over tokens of CE  +  (lambda/M) sum over tokens and layers of |h|_1
 
-and with a teacher also its KL (training/distillation.py). Each micro-batch contributes its sums over M, however many
-sequences it has, so gradients add up to those of one big batch. Gradients are averaged over W ranks, so every loss is
-multiplied by W. They are reduced while backward goes on: with DDP once per step, in buckets; of a model in shards layer
-by layer (training/sharding.py).
+plus a KL term with a teacher (training/distillation.py). Each micro-batch contributes its sums divided by M, whatever
+its size, so gradients add up to those of one big batch. Gradients are averaged over W ranks, so every loss is
+multiplied by W. They are reduced during backward: with DDP once per step, in buckets; for a sharded model layer by
+layer (training/sharding.py).
 
-Nothing in a step waits for the device. The host waits where it says so: when the numbers of an earlier step are read
-(`_read`, and by `Plans` for the step before the last), at validation and evaluation, while a checkpoint is copied to
-the host, and once, early on, to say how long the run will take (`Progress.step`).
+A step does not synchronize with the device. The host waits only when it reads the numbers of an earlier step (`_read`,
+and `Plans` for the step before the last), at validation and evaluation, while a checkpoint is copied to the host, and
+once, early on, to estimate the remaining time (`Progress.step`).
 """
 
 import json
@@ -66,7 +66,7 @@ from sparsellm.training.optimizer import Optimizer, learning_rate
 from sparsellm.training.plans import Plans
 from sparsellm.training.profile import Profile
 from sparsellm.training.progress import Progress
-from sparsellm.training.relu_annealing import GradualRelu
+from sparsellm.training.relu_annealing import ReluAnnealing
 from sparsellm.training.run_log import RunLog
 from sparsellm.training.sparsity import Reinitialization, SilentNeurons, l1_coefficient
 from sparsellm.training.stop import StopRequest
@@ -75,11 +75,11 @@ SAMPLE_PROMPT = "The"
 
 
 class TrainingDiverged(SparsellmError, RuntimeError):
-    """Too many optimizer steps in a row had a non-finite gradient."""
+    """Too many consecutive steps had a non-finite gradient."""
 
 
 def not_finite(values: StepValues) -> tuple[str, str]:
-    """What in a step whose gradient is not finite was so first, and what may help."""
+    """(what became non-finite first in a step with a non-finite gradient, what may help)."""
     if not math.isfinite(values.ce):
         return "the cross entropy", "lower optimizer.learning_rate (or model.init_std, if these are the first steps)"
     if not math.isfinite(values.kl):
@@ -90,16 +90,16 @@ def not_finite(values: StepValues) -> tuple[str, str]:
 
 
 def _agree_on_kernels(rank: int) -> None:
-    """Raise KernelsUnavailable, alike on all ranks, if some have the kernels and others have not.
+    """Raise KernelsUnavailable on all ranks if only some of them have the kernels.
 
-    Plans have collectives of their own, and ranks without them would answer them with others.
+    `Plans` runs its own collectives, which ranks without kernels would not match.
     """
     lacking = None if backend.loaded() else f"rank {rank}: {backend.available()[1]}"
     having = f"rank {rank}" if backend.loaded() else None
     lacking, having = first_error(lacking), first_error(having)
     if lacking and having:
         raise backend.KernelsUnavailable(
-            f"{lacking}; {having} has the kernels: mend the former, or take runtime.kernels=torch on all ranks"
+            f"{lacking}; {having} has the kernels: fix the first, or use runtime.kernels=torch on all ranks"
         )
 
 
@@ -109,11 +109,11 @@ class Trainer:
     def __init__(
         self, config: Config, ranks: Ranks, data: Data, folder: Path, evaluation: LiveEvaluation | None = None
     ) -> None:
-        """`evaluation`: what is scored every `evaluation.every` steps; None: nothing."""
+        """`evaluation`: what to score every `evaluation.every` steps; None: nothing."""
         self.config, self.ranks, self.data, self.folder, self.evaluation = config, ranks, data, folder, evaluation
         model, training, sparsity, runtime = config.model, config.training, config.sparsity, config.runtime
         device, activation = ranks.device, config.sparsity.activation
-        self.plans: Plans | None = None  # None: the traced reference trains
+        self.plans: Plans | None = None  # None: train with the traced reference
         self.step = 0
         memory = StepMemory(
             model, activation, runtime, training.batch_size // ranks.world_size, training.sequence_length,
@@ -124,17 +124,17 @@ class Trainer:
         torch.manual_seed(training.seed)
         self.decoder = sharding.decoder(model, activation, runtime, ranks)
         if takes_kernels(runtime, activation, device.type):
-            accelerate(self.decoder, runtime.kernels.name, calibrate=False)  # `Plans.begin` does, on rank 0
+            accelerate(self.decoder, runtime.kernels.name, calibrate=False)  # `Plans.begin` calibrates, on rank 0
             _agree_on_kernels(ranks.rank)
             if backend.loaded():
                 self.plans = Plans(model, training, runtime, self.decoder, ranks)
         if runtime.compile:
             self.decoder.compile_parts()
         self.model = sharding.distributed(self.decoder, runtime, model.init_std, ranks)
-        self.gradual = None
+        self.annealing = None
         if sparsity.relu_tokens:
-            self.gradual = GradualRelu(sparsity, self.decoder, self.plans, device)
-        self.teacher: Teacher | None = None  # read in `fit`
+            self.annealing = ReluAnnealing(sparsity, self.decoder, self.plans, device)
+        self.teacher: Teacher | None = None  # loaded in `fit`
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=runtime.precision == Precision.bfloat16)
         self.optimizer = Optimizer(self.decoder, config.optimizer)
         self.micro_batch = MicroBatch(
@@ -146,12 +146,12 @@ class Trainer:
         if sparsity.reinit_dead_after_tokens is not None:
             self.reinitialization = Reinitialization(sparsity, training, model, self.decoder, self.optimizer)
         self.data_state: dict[str, Any] | None = None
-        self.other_ends: list[int] = []  # tokens at which the model of init_from ends a text, beside a document's end
-        self.card_rows: list[dict[str, Any]] = []  # what the card of the checkpoint that is being written looks at
-        self.resumed: dict[str, Any] = {}  # the values of the checkpoint that the run goes on from
+        self.other_ends: list[int] = []  # further end-of-text tokens of the init_from model
+        self.card_rows: list[dict[str, Any]] = []  # rows for the card of the checkpoint being written
+        self.resumed: dict[str, Any] = {}  # the values of the checkpoint that the run resumes from
         self.log: RunLog | None = None  # on the main rank, once the run's start is decided
         self.reported: StepReport | None = None
-        # The row of a step that is still to be scored: on the main rank, and after a resume on all ranks.
+        # The row of a step that is not scored yet: on the main rank, and after a resume on all ranks.
         self.row: dict[str, Any] | None = None
         self.retention = Retention(config.run, training.steps, last_common_step(training, config.optimizer, sparsity))
         self.checkpoints = Checkpoints(
@@ -164,18 +164,20 @@ class Trainer:
 
     @property
     def tokens(self) -> int:
-        """Those of the global batches so far."""
+        """Training tokens so far, over all ranks."""
         return self.step * self.config.training.tokens_per_step
 
     def fit(self) -> int:
-        """Train to the end, or until asked to stop, from where the folder's checkpoints are: 0, or 128 + signal.
+        """Train from the newest checkpoint to the end, or until asked to stop. Returns 0, or 128 + signal.
 
         Raises TrainingDiverged, CheckpointError, MetricsError, MicroBatchError, and ConfigError for an initial model or
-        a teacher that cannot be read, or is not what it was.
+        a teacher that cannot be read or has changed.
         """
         self._resume()
         if self.step >= (steps := self.config.training.steps) and self.row is None:
-            self.ranks.say(f"sparsellm: {self.folder.name} has a checkpoint of step {self.step:,}: {steps:,} are done")
+            self.ranks.say(
+                f"sparsellm: {self.folder.name} has a checkpoint at step {self.step:,}; all {steps:,} steps are done"
+            )
             return 0
         if self.config.distill.teacher is not None:
             config = self.config
@@ -190,7 +192,8 @@ class Trainer:
             try:
                 self._train(stop)
             except DataError:
-                # The steps so far are whole. Other ranks, if any, are in the next step, and cannot save this one.
+                # Save the completed steps. With several ranks, the others are in the next step and cannot save this
+                # one.
                 if self.ranks.world_size == 1 and self.step > first and not self.optimizer.skipped_in_row.item():
                     self._read()
                     self._save()
@@ -198,19 +201,21 @@ class Trainer:
             finally:
                 if self.log is not None:
                     self.log.progress.close()
-                self.checkpoints.wait()  # whatever ends the run, what is being saved is saved
+                self.checkpoints.wait()  # whatever ends the run, finish the save in progress
             finished = self.step >= self.config.training.steps
-            exit_code = 0 if finished else 128 + (stop.signal or signal.SIGTERM)  # or the signal of another rank
+            exit_code = (
+                0 if finished else 128 + (stop.signal or signal.SIGTERM)
+            )  # SIGTERM: the signal arrived on another rank
             if self.log is not None:
                 self._finish(self.log, exit_code)
-            dist.barrier()  # a rank that left early would have torchrun end the main one in the middle of a picture
+            dist.barrier()  # if a rank left early, torchrun would end the main rank while it draws figures
         return exit_code
 
     def _train(self, stop: StopRequest) -> None:
-        """Steps, rows, validations, evaluations and checkpoints, to the end or until some rank is asked to stop.
+        """Run steps, validations, evaluations and checkpoints, to the end or until some rank is asked to stop.
 
-        A step that is both saved and scored is saved first: whatever happens to a validation or an evaluation costs no
-        checkpoint. The checkpoint then holds the step's row, which a resume has scored before its first step.
+        A step that is both saved and scored is saved first, so that a failing validation or evaluation costs no
+        checkpoint. The checkpoint then holds the step's row, which a resume scores before its first step.
         """
         config, stopping, save_due = self.config, False, False
         profile = Profile(config.runtime.profile_steps, self.folder, self.ranks)
@@ -220,16 +225,16 @@ class Trainer:
             while self.step < config.training.steps and (save_due or not stopping):
                 with profile.step(self.step + 1):
                     sums, norm, clock = self.advance(batches)
-                stopping |= self._read()  # an earlier step's numbers, surely there by now
+                stopping |= self._read()  # numbers of an earlier step, already available
                 scoring = self._due(config.logging.validation_every) or self._evaluation() is not None
                 if scoring or self.step == 1 or self._due(config.logging.every):
                     self.reported = self._reduce(sums, norm, clock, stop.signal is not None)
                 if scoring:
                     stopping |= self._read(whole=False)
                 save_due |= stopping or self.retention.is_due(self.step)
-                # Weights whose gradients are not finite would push good ones out: a save waits for a finite step.
+                # Checkpoints with non-finite gradients would push out good ones, so a save waits for a finite step.
                 if save_due and (self.step == config.training.steps or not self.optimizer.skipped_in_row.item()):
-                    stopping |= self._read()  # a checkpoint's rows are written before it
+                    stopping |= self._read()  # write the rows before the checkpoint
                     self._save()
                     save_due = False
                 if scoring:
@@ -238,7 +243,7 @@ class Trainer:
                     self.log.progress.step(self.step, clock)
 
     def advance(self, batches: Iterator[tuple[Tensor, dict]]) -> tuple[StepSums, Tensor, StepClock]:
-        """Take the next batch and train on it: (sums, the gradient's norm, how long it took)."""
+        """Train on the next batch: (sums, gradient norm, clock)."""
         clock = StepClock(self.ranks.device)
         tokens, self.data_state = next(batches)
         clock.data_is_here()
@@ -249,12 +254,12 @@ class Trainer:
         return sums, norm, clock
 
     def train_step(self, tokens: Tensor) -> tuple[StepSums, Tensor]:
-        """One optimizer step on this rank's sequences, tokens [B, T + 1] int64: (sums, the gradient's norm)."""
+        """One optimizer step on this rank's sequences, tokens [B, T + 1] int64: (sums, gradient norm)."""
         if self.plans is not None and self.plans.before(self.step):
             self.micro_batch.decided(self.step, tokens)
         sums = self.micro_batch.run(self.step, lambda size: self.accumulate(tokens, size))
         norm = self.optimizer.step(learning_rate(self.step, self.config.training.steps, self.config.optimizer))
-        # Known on the device alone. What a skipped step counted is void, for NaN "fires" everywhere.
+        # Known only on the device. Counts of a skipped step are ignored, because NaN "fires" everywhere.
         counts = norm.isfinite()
         if self.plans is not None:
             self.plans.after(self.step, sums, counts)
@@ -267,10 +272,10 @@ class Trainer:
     def accumulate(self, tokens: Tensor, size: int, reduce: bool = True) -> StepSums:
         """Forward and backward of this rank's sequences, tokens [B, T + 1] int64, `size` at a time.
 
-        Adds to the gradients, and reduces them over the ranks with the last micro-batch, unless not to `reduce`.
+        Accumulates gradients, and reduces them over the ranks with the last micro-batch, unless reduce=False.
         """
-        if self.gradual is not None:
-            self.gradual.at(self.tokens)
+        if self.annealing is not None:
+            self.annealing.at(self.tokens)
         sums = StepSums()
         sparsity, model = self.config.sparsity, self.config.model
         l1_weight = l1_coefficient(self.tokens, sparsity) / l1_denominator(sparsity.l1_normalization, model)
@@ -279,9 +284,9 @@ class Trainer:
         for i, micro_batch in enumerate(micro_batches):
             last = reduce and i == len(micro_batches) - 1
             with sharding.micro_batch(self.model, self.config.runtime, last):
-                lesson = () if self.teacher is None else (self.teacher.lesson(micro_batch[:, :-1]),)
+                teacher_output = () if self.teacher is None else (self.teacher.output(micro_batch[:, :-1]),)
                 with self.autocast:
-                    out = self.model(micro_batch[:, :-1], micro_batch[:, 1:], *lesson)
+                    out = self.model(micro_batch[:, :-1], micro_batch[:, 1:], *teacher_output)
                 loss = out.ce if out.loss is None else out.loss
                 if out.l1 is not None:
                     loss = loss + l1_weight * out.l1.sum()
@@ -298,7 +303,7 @@ class Trainer:
             "tokens": self.tokens,
             "lr": learning_rate(self.step, self.config.training.steps, self.config.optimizer),
             "l1_coefficient": l1_coefficient(self.tokens, self.config.sparsity),
-            "relu_share": None if self.gradual is None else self.gradual.share,
+            "relu_share": None if self.annealing is None else self.annealing.share,
             "plan_per_layer": ["torch"] * len(self.decoder.layers) if self.plans is None else self.plans.engines,
             "micro_batch_size": self.micro_batch.size,
             "ffn_saved_bytes": self.micro_batch.memory.ffn_saved_bytes(
@@ -313,13 +318,14 @@ class Trainer:
         )  # fmt: skip
 
     def _evaluation(self) -> LiveEvaluation | None:
-        """The evaluation that is due at this step."""
+        """The evaluation, if one is due at this step."""
         return self.evaluation if self._due(self.config.evaluation.every) else None
 
     def _read(self, whole: bool = True) -> bool:
-        """Write the row of the step last reported, if any; True if some rank wants to stop. Waits for that step.
+        """Write the row of the last reported step, if any, and wait for that step. Returns True if some rank wants to
+        stop.
 
-        A row that is not `whole`, because the step is still to be scored, waits for `_score`.
+        A row that is not `whole`, because the step is not scored yet, is kept for `_score`.
         """
         if self.reported is None:
             return False
@@ -332,16 +338,16 @@ class Trainer:
         if diverged:
             what, remedy = not_finite(values)
             raise TrainingDiverged(
-                f"{values.skipped_in_row} steps in a row, up to step {values.known['step']}, were skipped, for {what}"
-                f" is not finite: {remedy}, and choose another run.name. The checkpoints in"
-                f" {self.folder / run_folder.CHECKPOINTS} are from before"
+                f"{values.skipped_in_row} consecutive steps, up to step {values.known['step']}, were skipped because"
+                f" {what} is not finite: {remedy}, and choose another run.name. The checkpoints in"
+                f" {self.folder / run_folder.CHECKPOINTS} are older and intact"
             )
         return values.stop
 
     def _score(self) -> None:
-        """Do the validation and the evaluation that are due at this step, and write its row with them. Collective.
+        """Run the validation and evaluation due at this step, and write the row with their results. Collective.
 
-        At the last step the checkpoint is then saved once more: its model card has the scores.
+        The last step's checkpoint is then saved again, so that its model card has the scores.
         """
         held_out = self._validate() if self._due(self.config.logging.validation_every) else None
         evaluation = self._evaluation()
@@ -366,7 +372,7 @@ class Trainer:
         named = {name: cross_entropy(self.decoder, each[name], *arguments) for name in each}
         return HeldOut(cross_entropy(self.decoder, blocks, *arguments), blocks[:, 1:].numel(), named)
 
-    # The run's state: what a checkpoint holds.
+    # The run's state, saved in checkpoints.
 
     def _tensors(self, silent_tokens: Tensor) -> dict[str, Tensor]:
         drawn = {} if self.reinitialization is None else self.reinitialization.state()
@@ -380,7 +386,7 @@ class Trainer:
     def _save(self) -> None:
         try:
             self.checkpoints.wait()
-        except CheckpointError as error:  # on all ranks alike; the state of this step is still worth saving
+        except CheckpointError as error:  # raised on all ranks; this step is still worth saving
             if self.log is not None:
                 self.log.failed_save(str(error))
         # A checkpoint counts on its rows: they are on disk before it.
@@ -427,8 +433,8 @@ class Trainer:
         self.row = values.get(WAITING_ROW)  # missing if saved before 0.1.0, when rows were scored before the save
         if self.plans is not None and values["plans"] is not None:  # None: trained in PyTorch so far
             self.plans.restore(values["plans"])
-        if self.gradual is not None:
-            self.gradual.at(self.tokens)  # the micro-batch is decided by the blocks that the last step had
+        if self.annealing is not None:
+            self.annealing.at(self.tokens)  # the micro-batch depends on the blocks of the last step
         self.micro_batch.restore(values["micro_batch"])
         self.other_ends = values["other_ends"]
         torch.set_rng_state(rng["cpu"])
@@ -445,16 +451,16 @@ class Trainer:
         )  # fmt: skip
 
     def _export_with_card(self, weights: dict[str, Tensor], folder: Path) -> None:
-        """In the writing thread, while training goes on: the model, and its card of the rows up to its step."""
+        """Runs in the writing thread, during training: export the model, and a card from the rows up to its step."""
         self._export(weights, folder)
         step = json.loads((folder.parent / STATE / VALUES).read_text())["step"]
         told = card.text(self.config, step, self.card_rows, self.data.training_tokens)
         (folder / "README.md").write_text(told, encoding="utf-8")
 
-    # What people see.
+    # Output.
 
     def _open_log(self) -> None:
-        """On the main rank: say what is about to be trained. Raises MetricsError if rows are damaged."""
+        """On the main rank: open the logs and print an overview. Raises MetricsError if rows are damaged."""
         config, parameters = self.config, sum(p.numel() for p in self.decoder.parameters())
         rows = Rows(
             config.model, config.training, config.sparsity, config.distill, config.data.mix_names,
@@ -480,8 +486,8 @@ class Trainer:
         name, summary = self.config.run.name, report.finish(self.config, self.folder)
         if exit_code:
             log.wandb.close(exit_code)
-            change = f", with run.name={name} and without run.restart," if self.config.run.restart else ""
-            stopped = f"{name}: stopped after step {self.step:,}; the same command{change} resumes it"
+            change = f" with run.name={name} and without run.restart" if self.config.run.restart else ""
+            stopped = f"{name}: stopped after step {self.step:,}; to resume, run the same command{change}"
             print("\n".join([stopped, *report.to_upload(self.folder)]))
             return
         print(f"\n{summary}", flush=True)
@@ -490,6 +496,6 @@ class Trainer:
         checkpoint = run_folder.checkpoint(self.folder, self.step) / "hf"
         try:
             print(report.aligned("sample", repr(report.sample(checkpoint, SAMPLE_PROMPT, 48))))
-        except Exception as error:  # of transformers, mostly: the run is complete without it
+        except Exception as error:  # mostly from transformers; the run is complete without a sample
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            warn(f"{checkpoint} gives no sample of its text: {reason}")
+            warn(f"no text sample from {checkpoint}: {reason}")

@@ -1,20 +1,20 @@
-"""What training holds in the memory of a GPU, by arithmetic, and how much of that memory there is for it.
+"""Estimates the GPU memory of training, and measures how much memory is available.
 
 Letters: P parameters, K model width, N neurons, V vocabulary, M tokens of a micro-batch, E bytes of an activation (2 in
-bfloat16), Q and R the width of all heads of queries and of all heads of keys (K and K, unless heads are grouped or have
-a width of their own). Between a micro-batch's forward and its backward pass a compiled layer keeps, for each token,
+bfloat16), Q and R the total width of all query heads and of all key heads (both K, unless heads are grouped or head_dim
+is set). Between a micro-batch's forward and backward pass a compiled layer keeps, for each token,
 
     8 K        the residual stream before attention and before the feedforward block, float32
     E K        one normalised input
-    2 E (Q+R)  queries, keys, values and the heads' output; with qk_norm also queries and keys before it, E (Q + R)
-    saved      what the feedforward engine keeps for its backward (sparsellm.ops.saved_bytes), or, where PyTorch
-               traces the block, its planes [M, N] (`_traced_planes`)
+    2 E (Q+R)  queries, keys, values and the heads' output; with qk_norm also unnormalised queries and keys, E (Q + R)
+    saved      what the feedforward engine saves for backward (sparsellm.ops.saved_bytes), or, if PyTorch traces the
+               block, its planes [M, N] (`_traced_planes`)
 
-and beside them, whatever the number of tokens, its weights in the compute dtype. A layer that is not compiled keeps
-more. Memory is at its peak while the head computes (`_head`) or while the last layer's backward does (`_last_layer`).
+and, independent of the number of tokens, its weights in the compute dtype. A layer that is not compiled keeps more.
+Memory peaks while the head computes (`_head`) or during the last layer's backward (`_last_layer`).
 
-On an H200 (torch 2.11) this arithmetic differs from the peaks of docs/RESULTS.md, "Training in 80 GB", by at most
-0.5%, with recomputation by 2.5%. tests/gpu/test_memory_on_a_gpu.py measures it anew.
+On an H200 (torch 2.11) this estimate differs from the peaks in docs/RESULTS.md, "Training in 80 GB", by at most 0.5%,
+with recomputation by 2.5%. tests/gpu/test_memory_on_a_gpu.py verifies it.
 """
 
 import gc
@@ -40,17 +40,17 @@ from sparsellm.model.dtypes import DTYPES
 from sparsellm.ops import Plan, saved_bytes
 
 GIB = 2**30
-# A deterministic run measures nothing: so much of the GPU is left to the context, NCCL and the kernels' code.
+# A deterministic run does not measure: this much is reserved for the CUDA context, NCCL and the kernels' code.
 UNMEASURED = 3 * GIB
 
 
 class Sharing(NamedTuple):
-    """Over how many ranks each kind of state is divided; 1: every rank holds all of it."""
+    """The number of ranks that share each kind of state; 1: every rank holds all of it."""
 
     weights: int = 1
     gradients: int = 1
     optimizer: int = 1
-    gathered: int = 0  # how many numbers of weights and gradients are whole for a time, beside the shards
+    gathered: int = 0  # elements of weights and gradients that are temporarily gathered
 
 
 UNSHARED = Sharing()
@@ -61,14 +61,14 @@ class Usage(NamedTuple):
 
     weights: int
     optimizer: int
-    gradients: int  # beside the buckets
-    buckets: int  # of DDP
+    gradients: int  # outside of DDP's buckets
+    buckets: int  # DDP's buckets
     activations: int
-    accumulates: bool  # whether gradients of earlier micro-batches are there when activations are at their most
+    accumulates: bool  # whether gradients of earlier micro-batches exist when activations peak
 
     @property
     def total(self) -> int:
-        """Of a step of one micro-batch, gradients take the place that activations give back."""
+        """The total. With one micro-batch, gradients reuse the memory that activations free."""
         both = self.gradients + self.activations if self.accumulates else max(self.gradients, self.activations)
         return self.weights + self.optimizer + self.buckets + both
 
@@ -87,14 +87,14 @@ class StepMemory:
     taught: bool = False  # whether a teacher gives logits
 
     def usage(self, sequences: int, plans: Sequence[Plan | None]) -> Usage:
-        """With micro-batches of `sequences`. plans: each layer's; None: PyTorch traces the layer."""
+        """The memory of a step with micro-batches of `sequences`. plans: by layer; None: PyTorch traces the layer."""
         sharing, count = self.sharing, FLOAT32 * parameters(self.model)
         accumulates = sequences < self.share
         buckets = count if self.world_size > 1 and sharing.gradients == 1 else 0
         return Usage(
             weights=count // sharing.weights + FLOAT32 * sharing.gathered,
             optimizer=MOMENTS * count // sharing.optimizer,
-            # autograd hands each gradient of the last micro-batch to its bucket; it keeps those of the others itself
+            # gradients of the last micro-batch go to DDP's buckets, those of the others are separate
             gradients=count // sharing.gradients if accumulates or not buckets else 0,
             buckets=buckets,
             activations=self._activations(sequences, plans),
@@ -130,14 +130,14 @@ class StepMemory:
         return kept + max(head, at_work + _last_layer(model, tokens, planes * element))
 
     def _layer(self, tokens: int, plan: Plan | None) -> int:
-        """What a layer keeps between forward and backward."""
+        """Bytes that a layer keeps between forward and backward."""
         model, dtype = self.model, self._dtype
         width, neurons, element = model.hidden_size, model.intermediate_size, dtype.itemsize
-        rotated = (model.num_heads + model.kv_heads) * model.head_width  # numbers of queries and keys
+        rotated = (model.num_heads + model.kv_heads) * model.head_width  # elements of queries and keys per token
         if self.runtime.compile:
             per_token = 2 * FLOAT32 * width + element * (width + 2 * rotated)
             per_token += element * rotated if model.qk_norm else 0
-        else:  # both norms' float32 results, and the rotation's steps, are kept too
+        else:  # also keeps both norms' float32 results and the rotation's intermediates
             per_token = 4 * FLOAT32 * width + element * (2 * width + 3 * rotated)
             per_token += 2 * FLOAT32 * rotated if model.qk_norm else 0
         matrices = attention_weights(model)
@@ -155,30 +155,30 @@ class StepMemory:
             return element  # h
         if self.activation == Activation.silu:
             return (3 if self.runtime.compile else 4) * element  # z, u and h; eager PyTorch also silu(z)
-        # Compiled: the operator's g and u, and h and where g is not zero, which the compiler takes from forward.
+        # Compiled: the operator's g and u, and from the compiler h and the mask of nonzeros of g.
         return 3 * element + 1 if self.runtime.compile else 2 * element
 
 
 def _head(model: ModelConfig, tokens: int, element: int) -> int:
-    """While the head computes: the last hidden state in float32 and in the compute dtype, its gradient, the head's
-    weight in the compute dtype and its gradient, and a chunk's logits and their gradient."""
+    """Bytes while the head computes: the last hidden state in float32 and in the compute dtype, its gradient, the
+    head's weight in the compute dtype and its gradient, and a chunk's logits and their gradient."""
     logits = 2 * min(tokens, CHUNK) * model.vocab_size * element
     hidden = tokens * model.hidden_size * (2 * FLOAT32 + 2 * element)
     return logits + hidden + model.vocab_size * model.hidden_size * (FLOAT32 + element)
 
 
 def _last_layer(model: ModelConfig, tokens: int, planes: int) -> int:
-    """While the last layer's backward computes: the head's gradient, the gradients of the residual stream and of the
-    block's input, both float32, and the feedforward block's own, `planes` bytes per token and neuron."""
+    """Bytes during the last layer's backward: the head's gradient, the float32 gradients of the residual stream and of
+    the block's input, and the feedforward block's, `planes` bytes per token and neuron."""
     hidden = 2 * FLOAT32 * tokens * model.hidden_size
     return hidden + planes * tokens * model.intermediate_size + FLOAT32 * model.vocab_size * model.hidden_size
 
 
 class Gpu:
-    """The memory of this process's GPU that tensors may take.
+    """The GPU memory that is available to this process's tensors.
 
-    Beside tensors a process holds its CUDA context, NCCL's buffers and the kernels' code, which torch's allocator does
-    not count. A limit is for all of it, so what tensors may take is less.
+    In addition to tensors, a process holds its CUDA context, NCCL's buffers and the kernels' code, which torch's
+    allocator does not count. A limit covers everything, so tensors get less.
     """
 
     def __init__(self, device: torch.device, limit_gib: float | None) -> None:
@@ -188,21 +188,22 @@ class Gpu:
         self.hold()
 
     def hold(self) -> None:
-        """Keep the allocator within the limit, as far as what the process holds beside tensors is known by now."""
+        """Limit the allocator so that the process stays within the limit, given its current memory outside of
+        tensors."""
         share = max(0, self.limit - self._beside()) / self.total if self.limited else 1.0
         torch.cuda.set_per_process_memory_fraction(share, self.device)
 
     def available(self) -> int:
-        """Bytes for this process's tensors, those that are there included."""
+        """Bytes available to this process's tensors, including existing ones."""
         free, _ = torch.cuda.mem_get_info(self.device)
         there = free + torch.cuda.memory_reserved(self.device)
         return min(there, self.limit - self._beside()) if self.limited else there
 
     def peak_of(self, work: Callable[[], None]) -> int | None:
-        """The most bytes that tensors held during `work`, the second of two times; None where memory ran out.
+        """Peak bytes of tensors during the second of two calls of `work`; None if memory ran out.
 
-        It also ran out where the allocator could go on only by returning what it had cached: every step would wait for
-        that. The first time compiles, and may take more.
+        It also counts as out of memory if the allocator had to release cached blocks, because every step would wait for
+        that. The first call compiles, and may take more.
         """
         peak = None
         try:
@@ -214,15 +215,15 @@ class Gpu:
             if self._retries() == before:
                 peak = torch.cuda.max_memory_allocated(self.device)
         except torch.OutOfMemoryError:
-            pass  # the caller frees memory once this frame, and with it what `work` held, is gone
+            pass  # memory is freed after this frame, which keeps the objects of `work` alive, is gone
         return peak
 
     def _retries(self) -> int:
         return torch.cuda.memory_stats(self.device)["num_alloc_retries"]
 
     def _beside(self) -> int:
-        """Bytes that this process holds on the GPU beside tensors: by the driver's list of processes, or, where that
-        does not show this process (in some containers), all that is on the GPU beside them."""
+        """Bytes that this process holds on the GPU outside of tensors: from the driver's list of processes, or, if that
+        does not show this process (in some containers), everything on the GPU except its tensors."""
         free, total = torch.cuda.mem_get_info(self.device)
         reserved = torch.cuda.memory_reserved(self.device)
         used = _used_by_this_process(self.device)
@@ -230,7 +231,7 @@ class Gpu:
 
 
 def _used_by_this_process(device: torch.device) -> int | None:
-    """Bytes, as the driver counts them; None where it does not say."""
+    """Bytes used by this process according to the driver; None if unknown."""
     try:
         pynvml.nvmlInit()
         handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
@@ -241,6 +242,6 @@ def _used_by_this_process(device: torch.device) -> int | None:
 
 
 def give_back() -> None:
-    """Return to the device what unused tensors of this process hold."""
+    """Release cached memory of this process to the device."""
     gc.collect()
-    torch.cuda.empty_cache()  # does nothing where CUDA was not used
+    torch.cuda.empty_cache()  # does nothing if CUDA was not used

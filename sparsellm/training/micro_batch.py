@@ -1,27 +1,26 @@
-"""How many sequences a rank computes at a time: `runtime.micro_batch_size`, a number, or `auto` for what fits.
+"""The micro-batch size, in sequences per rank: `runtime.micro_batch_size`, a number, or `auto` for what fits.
 
-Sums over the tokens of the global batch make a step's gradients (training/loop.py), so the size of a micro-batch
-changes rounding and nothing else. `auto` takes sizes that divide the rank's share of the global batch:
+A step's gradients are sums over the tokens of the global batch (training/loop.py), so the micro-batch size only changes
+rounding. `auto` considers sizes that divide the rank's share of the global batch:
 
-    the start    The largest size whose memory fits, by arithmetic (training/memory.py). Real forward and backward
-                 passes check it, compiled as they will run; where they run out of memory on some rank, all ranks take
-                 the next smaller size.
-    growth       Sparse engines keep less, so later a larger size may fit. It is taken, after real passes, once the same
-                 size has fitted at SETTLED decisions of the plans in a row and most layers are sparse. This happens
-                 once, so at most two sizes are compiled. Should layers become dense again, so that it no longer fits,
-                 the step goes back to the size of the start, and returns when it fits again.
-    out of memory inside a step    One process computes the step again with half the size. Several ranks cannot, for
-                 the others wait inside a collective: the run's folder gets the half, which the next start keeps to.
+    the start    The largest size whose estimated memory fits (training/memory.py). Real forward and backward passes
+                 check it, compiled as in training; if they run out of memory on some rank, all ranks use the next
+                 smaller size.
+    growth       Sparse engines save less, so a larger size may fit later. It is used, after real passes, once the same
+                 size has fitted at SETTLED consecutive plan decisions and most layers are sparse. This happens once,
+                 so at most two sizes are compiled. If layers become dense again and it no longer fits, the size of the
+                 start is used until it fits again.
+    out of memory inside a step    One process repeats the step with half the size. Several ranks cannot, because the
+                 others wait in a collective: the half is recorded in the run's folder as the maximum for the next
+                 start.
 
-All ranks decide alike, from numbers that they agreed upon at the start and from plans, which are the same everywhere;
-nothing waits for the device but the passes that check a size. The passes leave no trace: gradients are dropped, random
-states restored, and counts never taken. A checkpoint holds the size, and for how many decisions a larger one has
-fitted.
+All ranks make the same decision, from numbers agreed upon at the start and from plans, which are the same everywhere;
+only the passes that check a size wait for the device. The passes leave no trace: gradients are cleared, random states
+restored, and counts ignored. A checkpoint holds the size, and for how many decisions a larger one has fitted.
 
-A deterministic run decides by arithmetic alone, and never grows. A run whose ranks share weights, gradients or
-optimizer states decides by arithmetic alone, too, but may grow. Real passes would contain collectives there: a rank
-that runs out of memory would never reach them, and the others would wait for it. On a CPU, whose memory is not
-measured, `auto` is up to CPU_SEQUENCES.
+A deterministic run uses the estimate alone and never grows. A run with sharded weights, gradients or optimizer state
+also uses the estimate alone, but may grow: real passes would contain collectives, which a rank that runs out of memory
+would never reach. On a CPU, whose memory is not measured, `auto` uses up to CPU_SEQUENCES.
 """
 
 import json
@@ -46,33 +45,33 @@ from sparsellm.training.memory import GIB, UNMEASURED, UNSHARED, Gpu, StepMemory
 from sparsellm.training.plans import Plans
 
 AUTO = "auto"
-RECORD = "micro_batch.json"  # in the run's folder, once several ranks have run out of memory
-CPU_SEQUENCES = 16  # at most
-MOST_TOKENS = 131_072  # of a micro-batch: more was never measured, and gains little
-SETTLED = 4  # decisions of the plans, 32 steps
-MARGIN = 0.02  # of the memory that a size needs by arithmetic, for what its allocations leave unused between them
+RECORD = "micro_batch.json"  # in the run's folder, after out of memory with several ranks
+CPU_SEQUENCES = 16  # largest size on a CPU
+MOST_TOKENS = 131_072  # tokens per micro-batch: more was not measured, and gains little
+SETTLED = 4  # plan decisions: 32 steps
+MARGIN = 0.02  # fraction of the estimated memory, for fragmentation
 # Minimum tokens per micro-batch when sharded: 4,096 was measured to be too few for the communication (docs/dev/LOG.md).
 FEW_TOKENS = 8_192
-LESS = "runtime.recompute=true or a shorter training.sequence_length needs less"
+LESS = "use runtime.recompute=true or a shorter training.sequence_length"
 
 
 class MicroBatchError(SparsellmError, RuntimeError):
-    """No size fits, or the size of an earlier start cannot be read. The same on all ranks."""
+    """No size fits, or the size recorded by an earlier start cannot be read. Raised on all ranks."""
 
 
 class OutOfMemory(MicroBatchError):
-    """This rank, perhaps alone, ran out of memory inside a step. Others may wait for it inside a collective."""
+    """This rank, perhaps alone, ran out of memory inside a step. Others may wait for it in a collective."""
 
 
 class Growing(NamedTuple):
-    """The size that would fit, and at how many decisions in a row it would have."""
+    """A larger size that would fit, and the number of consecutive decisions at which it did."""
 
     size: int
     decisions: int
 
 
 class MicroBatch:
-    """The sequences that each rank computes at a time, `size`, in every step of a run."""
+    """Chooses `size`, the micro-batch size of every step of a run."""
 
     def __init__(
         self,
@@ -84,7 +83,7 @@ class MicroBatch:
         passes: Callable[[Tensor, int], object],
         drop_gradients: Callable[[], None],
     ) -> None:
-        """`folder`: the run's. `gpu`: None on a CPU. `plans`: None where PyTorch traces the layers.
+        """`folder`: the run's folder. `gpu`: None on a CPU. `plans`: None if PyTorch traces the layers.
 
         `passes(tokens, size)`: forward and backward of tokens [B, T + 1], `size` sequences at a time, without any
         collective.
@@ -94,22 +93,22 @@ class MicroBatch:
         given = memory.runtime.micro_batch_size
         self.auto = given == AUTO
         self.size = self.share if isinstance(given, str) else min(given, self.share)
-        self.first = self.size  # that of the start, which fits even when all layers are dense
+        self.first = self.size  # size of the start, which fits even if all layers are dense
         self.grown: int | None = None
         self.growing = Growing(self.size, 0)
-        self.most: int | None = None  # the largest size that is tried, once a larger one has run out of memory
-        # Bytes, on the rank that has least.
-        self.limit: int | None = None  # of the GPU, that the process may take
-        self.capacity: int | None = None  # that a step may need by arithmetic (`_needed`); None: the size does not grow
+        self.most: int | None = None  # largest allowed size, after a larger one ran out of memory
+        # Bytes, minimum over ranks.
+        self.limit: int | None = None  # of the GPU, available to the process
+        self.capacity: int | None = None  # limit for a step's estimate (`_needed`); None: the size does not grow
         self.peak: int | None = None  # bytes, measured at the start
-        self.tried: set[int] = set()  # sizes that were compiled
+        self.tried: set[int] = set()  # sizes already compiled
         self.restored = False
         self.beside = 0  # bytes that the process holds in addition to the model that it trains: a teacher's
 
     # The start.
 
     def choose(self) -> None:
-        """Choose the size of a run that starts or goes on. Collective. Raises MicroBatchError if none fits."""
+        """Choose the size of a run that starts or resumes. Collective. Raises MicroBatchError if none fits."""
         if not self.auto:
             return
         self._read_record()
@@ -118,7 +117,7 @@ class MicroBatch:
                 self._take_first(max(size for size in self._sizes() if size <= CPU_SEQUENCES))
             return
         limit = min(gather(self.gpu.limit))
-        if limit != self.limit:  # another GPU than the checkpoint's, or more or less of it
+        if limit != self.limit:  # a different GPU, or another limit, than at the checkpoint
             self.limit, self.capacity, self.restored = limit, None, False
         if self.memory.runtime.deterministic:
             if not self.restored:
@@ -127,7 +126,7 @@ class MicroBatch:
         self._use_all_libraries()
         available = min(gather(self.gpu.available()))
         size = self.size if self.restored else self._largest(available, self._sizes())
-        # Bytes at the measured peak that the arithmetic does not count; assumed to be as many at any size.
+        # Bytes of the measured peak that the estimate misses; assumed to be the same at any size.
         left_out = 0
         if self.memory.sharing == UNSHARED:
             size = self._check(size)
@@ -141,13 +140,13 @@ class MicroBatch:
             self.capacity = min(gather(self.gpu.available() - left_out))
 
     def _use_all_libraries(self) -> None:
-        """Let NCCL take, before memory is measured, the buffers that it takes when it is first used."""
+        """Let NCCL allocate its buffers, which happens on first use, before memory is measured."""
         if self.ranks.world_size > 1:
             count = self.memory.runtime.ddp_bucket_mb * 2**20 // FLOAT32
             dist.all_reduce(torch.zeros(count, device=self.ranks.device))
 
     def _check(self, size: int) -> int:
-        """`size`, or the largest smaller one, with which real passes fit on all ranks."""
+        """`size`, or the largest smaller size with which real passes fit on all ranks."""
         sizes = self._sizes()
         while True:
             self.peak = self._peak(size, self._random_tokens(size))
@@ -157,13 +156,14 @@ class MicroBatch:
             if not smaller:
                 raise MicroBatchError(self._nothing_fits())
             self.ranks.say(f"sparsellm: micro-batch {size} ran out of memory; trying {smaller[-1]}")
-            torch._dynamo.reset()  # a graph for each size would add up to more than it keeps
+            torch._dynamo.reset()  # graphs of many sizes would exceed dynamo's limit
             size, self.restored, self.capacity = smaller[-1], False, None
 
     def _advise(self, available: int) -> None:
-        """Say so where shards leave room for few tokens at a time, and recomputation would leave it for more.
+        """Suggest recomputation if a sharded run has room for only few tokens per micro-batch.
 
-        With each micro-batch shards send gradients, and with `full` weights too, however few its tokens are.
+        Each micro-batch of a sharded model communicates gradients, and with `full` also weights, however few tokens it
+        has.
         """
         runtime, tokens = self.memory.runtime, self.size * self.memory.sequence_length
         if self.memory.sharing == UNSHARED or runtime.recompute or tokens >= FEW_TOKENS:
@@ -172,8 +172,8 @@ class MicroBatch:
         more = self._largest(available, self._sizes(), recomputing)
         if more > self.size:
             self.ranks.say(
-                f"sparsellm: micro-batches of {tokens:,} tokens are small for what shards send with each of them;"
-                f" runtime.recompute=true has room for {more} sequences instead of {self.size}, and may be faster"
+                f"sparsellm: {tokens:,} tokens per micro-batch are few for the communication of a sharded model;"
+                f" runtime.recompute=true allows micro-batch {more} instead of {self.size} and may be faster"
             )
 
     def _take_first(self, size: int) -> None:
@@ -186,7 +186,7 @@ class MicroBatch:
             self.plans.resize(size)
 
     def _sizes(self) -> list[int]:
-        """What divides the share, ascending."""
+        """The divisors of the share, ascending."""
         most = min(self.most or self.share, max(1, MOST_TOKENS // self.memory.sequence_length))
         return [size for size in range(1, most + 1) if self.share % size == 0]
 
@@ -194,19 +194,20 @@ class MicroBatch:
         return [None] * self.memory.model.num_layers if self.plans is None else self.plans.plans
 
     def usage(self, size: int, memory: StepMemory | None = None) -> Usage:
-        """The memory of a step with micro-batches of `size`, with the plans in effect. memory: None: the run's."""
+        """The estimated memory of a step with micro-batches of `size` and the current plans. memory: default is the
+        run's."""
         return (memory or self.memory).usage(size, self._plans())
 
     def _needed(self, size: int, memory: StepMemory | None = None) -> int:
         return self.usage(size, memory).total + self.beside
 
     def _largest(self, available: int, sizes: list[int], memory: StepMemory | None = None) -> int:
-        """The largest of `sizes` that fits by arithmetic; the smallest if none does. memory: None: the run's."""
+        """The largest of `sizes` whose estimate fits; the smallest if none does. memory: default is the run's."""
         fitting = [size for size in sizes if self._needed(size, memory) * (1 + MARGIN) <= available]
         return max(fitting, default=sizes[0])
 
     def _peak(self, size: int, tokens: Tensor) -> int | None:
-        """Bytes at the peak of a step's passes over `tokens`, `size` sequences at a time; None: out of memory."""
+        """Peak bytes of a step's passes over `tokens` with micro-batches of `size`; None: out of memory."""
         assert self.gpu is not None
 
         def passes() -> None:
@@ -222,8 +223,8 @@ class MicroBatch:
         return peak
 
     def _random_tokens(self, size: int) -> Tensor:
-        """Two micro-batches, for memory is at its peak when the second adds to the gradients of the first; one, if a
-        step has no more."""
+        """Two micro-batches, because memory peaks when the second adds to the gradients of the first; one if a step has
+        only one."""
         generator = torch.Generator().manual_seed(0)
         shape = min(2 * size, self.share), self.memory.sequence_length + 1
         return torch.randint(self.memory.model.vocab_size, shape, generator=generator)
@@ -239,9 +240,9 @@ class MicroBatch:
     # Growth.
 
     def decided(self, step: int, tokens: Tensor) -> None:
-        """Grow or go back, if the plans that were just decided ask for it; the same on all ranks, at the same steps.
+        """Grow or shrink, depending on the plans that were just decided; the same on all ranks, at the same steps.
 
-        `tokens`: this rank's of `step`, which is about to be taken, [B, T + 1].
+        `tokens`: this rank's tokens of the upcoming `step`, [B, T + 1].
         """
         if self.capacity is None:
             return
@@ -261,7 +262,7 @@ class MicroBatch:
             self._grow(step, size, tokens)
 
     def _grow(self, step: int, size: int, tokens: Tensor) -> None:
-        give_back()  # blocks of the present size would be in the way of larger ones
+        give_back()  # cached blocks of the current size would fragment memory
         said = f"sparsellm: step {step:,}: "
         if self.memory.sharing == UNSHARED and None in gather(self._peak(size, tokens[: 2 * size])):
             self.most = self.size
@@ -274,13 +275,13 @@ class MicroBatch:
     # Out of memory.
 
     def run(self, step: int, accumulate: Callable[[int], StepSums]) -> StepSums:
-        """`accumulate(size)` for `step`; on one process again with half the size if memory runs out. Raises
+        """Run `accumulate(size)` for `step`; with one process, retry with half the size if memory runs out. Raises
         OutOfMemory."""
         while True:
             try:
                 return accumulate(self.size)
             except torch.OutOfMemoryError:
-                pass  # memory is freed after this block, for while the exception lives its frames hold tensors
+                pass  # memory is freed after this block, because the exception's frames hold tensors
             self.drop_gradients()
             give_back()
             self._halve(f"step {step:,}: out of memory with micro-batch {self.size}")
@@ -288,8 +289,8 @@ class MicroBatch:
     def _halve(self, what: str) -> None:
         if not self.auto:
             raise OutOfMemory(
-                f"{what}, as runtime.micro_batch_size says: half of it, or auto, needs less; the same command with that"
-                " resumes from the newest checkpoint"
+                f"{what}, set by runtime.micro_batch_size: run the same command with half of it, or with auto, to"
+                " resume from the newest checkpoint"
             )
         smaller = [size for size in self._sizes() if 2 * size <= self.size]
         if not smaller:
@@ -301,20 +302,20 @@ class MicroBatch:
                 write_whole(path, json.dumps(record).encode())
             except OSError as error:
                 raise OutOfMemory(
-                    f"{what}. {path}, by which the next start would take {smaller[-1]}, cannot be written"
-                    f" ({error.strerror}): give it runtime.micro_batch_size={smaller[-1]}"
+                    f"{what}. {path}, which limits the next start to {smaller[-1]}, cannot be written"
+                    f" ({error.strerror}): set runtime.micro_batch_size={smaller[-1]}"
                 ) from error
             raise OutOfMemory(
-                f"{what}. Started again, by torchrun --max-restarts or by the same command, the run goes on from the"
+                f"{what}. Restarted, by torchrun --max-restarts or by the same command, the run resumes from the"
                 f" newest checkpoint with micro-batch {smaller[-1]}"
             )
         self.most = smaller[-1]
-        torch._dynamo.reset()  # as in `_check`, for validation has the new size, too
+        torch._dynamo.reset()  # as in `_check`; validation uses the new size too
         self._take_first(smaller[-1])
         warn(f"{what}: repeating the step with {self.size}")
 
     def _read_record(self) -> None:
-        """Keep to what an earlier start of several ranks found out."""
+        """Apply the limit that an earlier start with several ranks recorded."""
         path = self.folder / RECORD
 
         def read() -> int | None:
@@ -334,13 +335,13 @@ class MicroBatch:
         if most is None:
             return
         self.most = min(most, self.most or most)
-        if max(self.size, self.grown or 0) > self.most:  # it may have gone back, and would return
+        if max(self.size, self.grown or 0) > self.most:  # it may have shrunk, and would grow back
             self.restored = False
 
-    # What a checkpoint holds, and what people see.
+    # State and output.
 
     def state(self) -> dict[str, Any] | None:
-        """All that later steps depend on, for JSON; None where the size was given."""
+        """The state that later steps depend on, JSON-serializable; None if the size was given."""
         if not self.auto:
             return None
         return {
@@ -349,7 +350,7 @@ class MicroBatch:
         }  # fmt: skip
 
     def restore(self, state: dict[str, Any] | None) -> None:
-        """Go on as `state` says, if the size is not given, and each rank has as many sequences as then."""
+        """Restore `state`, unless the size is given or the number of sequences per rank has changed."""
         if not self.auto or state is None or state["share"] != self.share:
             return
         self.first, self.grown, self.most = state["first"], state["grown"], state["most"]
@@ -359,8 +360,8 @@ class MicroBatch:
         self._take(state["size"])
 
     def __str__(self) -> str:
-        """Its sequences, and what memory is used for, in GiB; by arithmetic, where no passes were measured."""
-        said = f"{self.size} of {self.share} sequences at a time"
+        """The size and the memory by use, in GiB; estimated if no passes were measured."""
+        said = f"{self.size} of {self.share} sequences"
         if self.gpu is None:
             return said
         found, peak, available = self.usage(self.size), self.peak, self.gpu.available()

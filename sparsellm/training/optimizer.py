@@ -1,9 +1,9 @@
-"""AdamW as the recipe has it (DESIGN §3), and steps that a non-finite gradient cannot spoil.
+"""AdamW with the recipe's settings (DESIGN §3), which skips steps with a non-finite gradient.
 
-Of a model in shards, each rank updates its shards, as fully_shard's DTensors.
+For a sharded model, each rank updates its own shards (DTensors of fully_shard).
 
-Everything stays on the device: clipping and skipping are factors that the fused kernel reads, so no step waits for the
-host. A skipped step leaves weights, moments and Adam's own step count as they were; the schedule goes on.
+Everything stays on the device: clipping and skipping are factors that the fused kernel reads, so there is no
+synchronization. A skipped step leaves weights, moments and Adam's step count unchanged; the schedule advances.
 """
 
 import math
@@ -18,8 +18,8 @@ from sparsellm.training.sharding import shard_of
 
 
 def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
-    """The rate of step 1..steps: linear from 0 over the warm-up, then from the peak to its final fraction: by a cosine
-    over all steps, or constant until the decay starts and linear from there (wsd)."""
+    """The learning rate of step 1..steps: linear warm-up from 0 to the peak, then down to the final fraction, by a
+    cosine over all steps, or constant until the decay and linear from there (wsd)."""
     if step <= config.warmup_steps:
         return config.learning_rate * step / config.warmup_steps
     if config.schedule == Schedule.wsd:
@@ -34,7 +34,7 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
 class Optimizer:
     """Fused AdamW over a model's parameters, with weight decay on matrices (the embedding included) only.
 
-    Moments are float32 like the weights, and exist from the start: a checkpoint has the same tensors at every step.
+    Moments are float32 like the weights, and exist from the start, so checkpoints have the same tensors at every step.
     """
 
     def __init__(self, model: nn.Module, config: OptimizerConfig) -> None:
@@ -70,7 +70,7 @@ class Optimizer:
         norm = whole(nn.utils.get_total_norm(cast(list[Tensor], [p.grad for p in self.parameters.values()])))
         not_finite = ~norm.isfinite()
         # The fused kernel divides gradients by grad_scale and does nothing where found_inf is 1.
-        adamw: Any = self.adamw  # which declares neither of these
+        adamw: Any = self.adamw  # its type declares neither attribute
         adamw.grad_scale = (norm / self.config.grad_clip).clamp(min=1)
         adamw.found_inf = not_finite.to(torch.float32)
         for group in self.adamw.param_groups:
@@ -82,17 +82,17 @@ class Optimizer:
         return norm
 
     def drop_gradients(self) -> None:
-        """As if nothing had been accumulated."""
+        """Clear the accumulated gradients."""
         self.adamw.zero_grad(set_to_none=True)
 
     def forget(self, parameter: Tensor, rows: Tensor) -> None:
-        """Zero the moments of `rows` (bool [R], on the device) of a parameter [R, C]; its step count stays."""
+        """Zero the moments of `rows` (bool [R], on the device) of a parameter [R, C], but not its step count."""
         for moment in ("exp_avg", "exp_avg_sq"):
             tensor = self.adamw.state[parameter][moment]
             tensor.masked_fill_(shard_of(rows[:, None], tensor), 0)
 
     def state(self) -> dict[str, Tensor]:
-        """Every tensor that the next step depends on, by name; load by writing into them."""
+        """All tensors that the next step depends on, by name; load a state by writing into them."""
         moments = {
             f"{name}.{key}": tensor
             for name, p in self.parameters.items()

@@ -1,19 +1,19 @@
-"""Which engine computes each feedforward layer in training, decided from what earlier steps counted.
+"""Chooses the engine of each feedforward layer in training, from the counts of earlier steps.
 
-Steps s = 1, 9, 17, ... (every DECIDE_EVERY steps) are counted: their counts are summed over the ranks, copied to the
-host without blocking, and decide the plans right before step s + DELAY. The host then waits for step s, while the
-device has step s + 1 to do. So all ranks decide alike, and always before the same steps. A run that is stopped between
-the count and the decision decides as if it had not been: `state` holds the counts.
+Steps s = 1, 9, 17, ... (every DECIDE_EVERY steps) are counted: their counts are summed over ranks, copied to the host
+without blocking, and decide the plans right before step s + DELAY. The host then waits for step s while the device is
+busy with step s + 1. So all ranks make the same decision, always before the same steps. `state` holds the counts, so a
+run stopped between count and decision resumes identically.
 
-Engines are chosen by what was measured on rank 0's GPU: by `sparsellm calibrate`, or as the run begins (`begin`). Where
-nothing was measured, the package's constants choose. `state` has what the run began with, and a resume goes by it,
-whatever was measured since.
+Engines are chosen from costs measured on rank 0's GPU, by `sparsellm calibrate` or when the run starts (`begin`);
+without measurements, from the package's constants. `state` holds the costs with which the run started, and a resume
+uses them, even if others were measured since.
 
-A counted step that is skipped, because its gradient is not finite, decides nothing: plans stay as they are until the
-next counted one. Whether it was is decided on the device, and travels with the counts.
+A counted step that is skipped because of a non-finite gradient decides nothing: plans stay the same until the next
+counted step. The skip is decided on the device and travels with the counts.
 
-A plan is dense or tile, and how much room the tile engine has. Where a micro-batch has more nonzeros than that, its
-result is exact all the same, `rest_calls` counts it, and the next decision makes the room larger.
+A plan is dense, or tile with a capacity. If a micro-batch has more nonzeros than the capacity, its result is still
+exact (overflow path), `rest_calls` counts it, and the next decision raises the capacity.
 """
 
 import math
@@ -36,15 +36,15 @@ from sparsellm.system.console import is_main_rank, warn
 
 DECIDE_EVERY = 8  # steps
 DELAY = 2  # steps
-SKIPPED = -1.0  # in place of every count
+SKIPPED = -1.0  # replaces every count of a skipped step
 
 
 @dataclass
 class Counts:
-    """What a step counted over all ranks, possibly still being computed; `read` waits for it."""
+    """The counts of a step over all ranks, possibly still in flight; `read` waits for them."""
 
     step: int
-    # float64 [3, L]: nonzeros; union; the nonzeros per token of the fullest micro-batch. SKIPPED if the step was.
+    # float64 [3, L]: nonzeros; union; nonzeros per token of the fullest micro-batch. SKIPPED for a skipped step.
     on_host: Tensor
     copied: torch.cuda.Event | None
 
@@ -55,7 +55,7 @@ class Counts:
 
 
 class Plans:
-    """The training plans of an accelerated decoder's layers: dense until something has been counted."""
+    """The training plans of an accelerated decoder's layers: dense until the first counts arrive."""
 
     def __init__(
         self, model: ModelConfig, training: TrainingConfig, runtime: RuntimeConfig, decoder: Decoder, ranks: Ranks
@@ -66,26 +66,26 @@ class Plans:
         given = runtime.micro_batch_size
         self.resize(self.sequences if isinstance(given, str) else given)
         self.tokens_per_step = training.tokens_per_step
-        self.tensors = [Plan().tensor() for _ in decoder.layers]  # what the layers read at every call
+        self.tensors = [Plan().tensor() for _ in decoder.layers]  # read by the layers in every call
         self.blocks: list[Any] = [layer.mlp for layer in decoder.layers]
         for block, tensor in zip(self.blocks, self.tensors, strict=True):
             block.training_plan = tensor
         self._choose_by(None)
-        self.counts: Counts | None = None  # not decided yet
-        self.idle = False  # whether the layers are PyTorch's for the time being (training/relu_annealing.py)
+        self.counts: Counts | None = None  # pending decision
+        self.idle = False  # whether PyTorch computes the layers for now (training/relu_annealing.py)
 
     @property
     def plans(self) -> list[Plan | None]:
-        """In effect, by layer; None: PyTorch's."""
+        """The current plans by layer; None: PyTorch."""
         return [None if self.idle else Plan.read(tensor) for tensor in self.tensors]
 
     @property
     def engines(self) -> list[str]:
-        """The names of the engines in effect, by layer."""
+        """The names of the current engines by layer."""
         return ["torch" if plan is None else plan.engine.name for plan in self.plans]
 
     def begin(self) -> None:
-        """For a run that begins: choose by what was measured of rank 0's GPU, by rank 0 now if need be. Collective."""
+        """For a new run: use the costs of rank 0's GPU, which rank 0 measures now if they are unknown. Collective."""
         self._choose_by(on_main(self.ranks, self._measured))
 
     def _measured(self) -> dict[str, Any] | None:
@@ -107,21 +107,21 @@ class Plans:
         return None if measured is None else measured.as_json()
 
     def chosen_by(self) -> str | None:
-        """By what engines are chosen, for people; None where the package's constants are of this GPU and layer."""
+        """What engines are chosen by, for messages; None if the package's constants are of this GPU and layer."""
         measured = self.layer in self.policy.measured
         if self.resumed:
-            return f"chosen by {'what was measured' if measured else 'the constants of an H200'}, as when the run began"
+            return f"chosen by {'measured costs' if measured else 'the constants of an H200'}, as when the run started"
         if not measured and is_shipped(self.policy.kernels, *self.layer):
             return None
         return f"chosen by {self.policy.chosen_by(*self.layer)}"
 
     def resize(self, size: int) -> None:
-        """Decide from here on for micro-batches of `size` sequences."""
+        """Decide for micro-batches of `size` sequences from now on."""
         micro_batches = math.ceil(self.sequences / size)
-        self.tokens = self.sequences * self.sequence_length // micro_batches  # of the mean micro-batch
+        self.tokens = self.sequences * self.sequence_length // micro_batches  # tokens of the mean micro-batch
 
     def before(self, step: int) -> bool:
-        """Decide, if `step` is one to decide before, and say whether it did. Waits then for the step DELAY before."""
+        """Decide if a decision is due before `step`, which waits for step - DELAY. Returns whether it decided."""
         if self.counts is None or step != self.counts.step + DELAY:
             return False
         counts, self.counts = self.counts.read(), None
@@ -134,14 +134,14 @@ class Plans:
                 self.tokens, *self.layer, nnz * share, union * share, current=plan.engine
             )
             if fullest > TILE_MAX_NONZEROS:
-                engine = Engine.dense  # without room, one such micro-batch takes far longer than all others win
+                engine = Engine.dense  # one overflowing micro-batch costs more than all others gain
             tensor.copy_(Plan(engine, room_for(fullest)).tensor())
         return True
 
     def after(self, step: int, sums: StepSums, counts: Tensor) -> None:
-        """Send what `step` counted, if it is one to decide from. Collective.
+        """Start copying the counts of `step` to the host, if it is a counted step. Collective.
 
-        `counts`: 0-d bool on the device, the same on all ranks: whether the step was not skipped.
+        `counts`: 0-d bool on the device, the same on all ranks: False if the step was skipped.
         """
         if self.idle or step % DECIDE_EVERY != 1:
             return
@@ -152,13 +152,12 @@ class Plans:
         self.counts = Counts(step, *to_host(torch.where(counts, counted, SKIPPED)))
 
     def state(self) -> dict[str, Any]:
-        """All that the next steps depend on, for JSON. Waits for counts that are under way."""
+        """The state that the next steps depend on, JSON-serializable. Waits for counts in flight."""
         counts = None if self.counts is None else {"step": self.counts.step, "values": self.counts.read()}
         return {"plans": [tensor.tolist() for tensor in self.tensors], "counts": counts, "costs": self._costs()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on as `state` says, until the next decision; micro-batches of another size, too, get the same results.
-        Collective."""
+        """Restore `state`; results do not depend on the micro-batch size. Collective."""
         for tensor, (engine, room) in zip(self.tensors, state["plans"], strict=True):
             tensor.copy_(Plan(Engine(engine), room).tensor())
         costs = state["costs"]  # None: the package's constants
@@ -168,10 +167,10 @@ class Plans:
         else:
             self.begin()
             if is_main_rank():
-                here = "what was measured here" if self._costs() else "an H200's constants"
+                here = "the costs measured here" if self._costs() else "an H200's constants"
                 warn(
-                    f"the run chose engines by what was measured on {backend.NAMES[costs['kernels']]}, which do not"
-                    f" compute here: from here on it chooses by {here}"
+                    f"the run chose engines by costs of {backend.NAMES[costs['kernels']]}, which are not used here:"
+                    f" from now on it chooses by {here}"
                 )
         counts = state["counts"]
         if counts is not None:

@@ -85,5 +85,5 @@ class Profile:
             warn(f"the profile of steps {self._first} to {self._done} cannot be written to {path}: {error}")
             return
         if self.ranks.is_main:
-            others = "" if self.ranks.world_size == 1 else f", and one of each of the {self.ranks.world_size} ranks"
+            others = "" if self.ranks.world_size == 1 else f", and one for each of the {self.ranks.world_size} ranks"
             say(f"profile of steps {self._first} to {self._done}: {path}{others} (https://ui.perfetto.dev opens it)")

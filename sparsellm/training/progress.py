@@ -47,9 +47,7 @@ class Progress:
         self.early = None
         self.pace.seconds_per_step = self.pace.seconds_per_step or seconds
         if done < self.steps:
-            say(
-                f"about {duration(seconds * (self.steps - done))} to go, {self.tokens_per_step / seconds:,.0f} tokens/s"
-            )
+            say(f"about {duration(seconds * (self.steps - done))} left, {self.tokens_per_step / seconds:,.0f} tokens/s")
 
     def row(self, row: dict[str, Any]) -> None:
         """Show a logged step, and scores on a separate line."""

@@ -38,7 +38,7 @@ class MixedFeedForward(nn.Module):
         return out._replace(y=out.y.view(x.shape))
 
 
-class GradualRelu:
+class ReluAnnealing:
     """Sets the mix of SiLU and ReLU in a decoder's blocks for each step."""
 
     def __init__(self, config: SparsityConfig, decoder: Decoder, plans: Plans | None, device: torch.device) -> None:

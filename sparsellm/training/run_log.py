@@ -1,4 +1,4 @@
-"""Where the rows of a run go, on its main rank: to metrics.jsonl, to Weights & Biases and to the terminal."""
+"""Writes the rows of a run, on its main rank: to metrics.jsonl, to Weights & Biases and to the terminal."""
 
 import shutil
 from collections.abc import Callable
@@ -12,14 +12,14 @@ from sparsellm.training.progress import Progress
 
 
 class RunLog:
-    """The rows of a run, wherever they go, and what people are told in between."""
+    """Writes rows to all outputs, and reports failures."""
 
     def __init__(self, rows: Rows, metrics: MetricsFile, wandb: WandbRun, progress: Progress) -> None:
         self.rows, self.metrics, self.wandb, self.progress = rows, metrics, wandb, progress
         self._warned_of: str | None = None  # the last failure of a save
 
     def write(self, row: dict[str, Any], give_back: Callable[[], None]) -> None:
-        """On a full disk the row waits in memory, after `give_back()`, which frees what a failing save has taken. All
+        """On a full disk the row is kept in memory, after `give_back()`, which frees the space of a failing save. All
         rows must be on disk before the next save (`unwritten`)."""
         try:
             try:
@@ -31,13 +31,13 @@ class RunLog:
             if self.metrics.waiting == 1:
                 say(
                     f"sparsellm: the row of step {row['step']:,} cannot be written to {self.metrics.path} ({error}):"
-                    " rows wait in memory until the next checkpoint, where the run ends if there is no room"
+                    " rows are kept in memory until the next checkpoint; the run ends there if the disk is still full"
                 )
         self.wandb.write(row)
         self.progress.row(row)
 
     def unwritten(self, step: int) -> str | None:
-        """Bring the rows to disk; what ends the run at `step` if that fails."""
+        """Sync the rows to disk. Returns the error that ends the run at `step` if that fails."""
         path = self.metrics.path
         try:
             self.metrics.sync()
@@ -45,22 +45,22 @@ class RunLog:
             free = spelled(shutil.disk_usage(path.parent).free)
             return (
                 f"{path.parent.name} ends at step {step:,}: its rows cannot be written to {path} ({problem}; {free}"
-                " free there). Free some space: the same command resumes from the newest checkpoint"
+                " free). Free some space, and run the same command to resume from the newest checkpoint"
             )
         return None
 
     def gone(self, step: int) -> str | None:
-        """What ends a run at `step` whose folder was removed: its rows go nowhere."""
+        """The error that ends the run at `step` if its file was removed, so that rows are lost; None otherwise."""
         if not self.metrics.is_gone():
             return None
         return (
-            f"{self.metrics.path.parent.name} ends at step {step:,}: {self.metrics.path} was removed or replaced while"
-            " it trained, and its rows with it. The checkpoint of this step is saved: the same command goes on from"
-            " there with run.skip_damaged=true, without the rows"
+            f"{self.metrics.path.parent.name} ends at step {step:,}: {self.metrics.path} was removed or replaced during"
+            " training, with its rows. The checkpoint of this step is saved; add run.skip_damaged=true to the same"
+            " command to resume from it without the rows"
         )
 
     def failed_save(self, failure: str | None) -> None:
-        """Warn of each failure of a save once, as soon as it is known. None: there is none."""
+        """Warn once per failed save, as soon as it is known. `failure`: None if there is none."""
         if failure not in (None, self._warned_of):
             self._warned_of = failure
-            warn(f"{failure}\nTraining goes on, and saves again at the next checkpoint")
+            warn(f"{failure}\nTraining continues, and saves again at the next checkpoint")

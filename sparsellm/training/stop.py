@@ -13,7 +13,7 @@ from sparsellm.system.streams import write_now
 
 # Seconds within which a further signal is not a second request: torchrun and a scheduler may send one each.
 SECOND = 2
-STOPPING = "\nstopping at the next logged step, with a checkpoint; once more to stop without\n"
+STOPPING = "\nstopping at the next logged step, with a checkpoint; repeat to stop without one\n"
 TORCHRUN_ENDED = "\ntorchrun has ended: stopping at the next logged step, with a checkpoint\n"
 HUNG_UP = "\nthe terminal is closed (SIGHUP): stopping at the next logged step, with a checkpoint\n"
 

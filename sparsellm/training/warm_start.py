@@ -1,8 +1,7 @@
-"""A run that starts from an existing model instead of random weights: init_from (docs/TRAINING.md).
+"""Warm start: a run that starts from an existing model instead of random weights (init_from, docs/TRAINING.md).
 
-The architecture and the weights come from there, and its tokenizer must be that of the data. A run that has begun keeps
-what it took: its config.yaml holds the architecture and its checkpoints hold the weights, so a resume does not look at
-the source any more.
+Architecture and weights come from that model, and its tokenizer must be that of the data. Once started, a run does not
+need the model: config.yaml holds the architecture and checkpoints hold the weights.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,10 +36,10 @@ from sparsellm.training import sharding
 
 
 def adopt(config: Config, typed: Sequence[str] = ()) -> list[str]:
-    """Give `config`, in place, the architecture of its `init_from`, if it has one, or say why it cannot have that; and
-    to its data the name under which that model's tokenizer has prepared them.
+    """Set the architecture of `config` in place from its `init_from`, if any, or return why that is impossible; and set
+    the tokenizer's name in its data to the one with which the tokens were prepared.
 
-    `typed`: the overrides that `config` was composed from; the keys of the model among them must agree.
+    `typed`: the overrides that `config` was composed from; keys of the model among them must agree with `init_from`.
     """
     if config.init_from is None:
         return []
@@ -57,8 +56,8 @@ def adopt(config: Config, typed: Sequence[str] = ()) -> list[str]:
                     _find_its_tokens(config.data, checkpoint.model)
             if config.sparsity.relu_tokens and activation == Activation.relu:
                 return [
-                    f"sparsity.relu_tokens is {config.sparsity.relu_tokens}, over which a gate goes from SiLU to ReLU,"
-                    f" and init_from={config.init_from} has ReLU already: leave it out"
+                    f"sparsity.relu_tokens is {config.sparsity.relu_tokens}, which anneals SiLU to ReLU, but"
+                    f" init_from={config.init_from} already has ReLU: leave it out"
                 ]
     except ConfigError as error:
         return error.mistakes
@@ -66,14 +65,14 @@ def adopt(config: Config, typed: Sequence[str] = ()) -> list[str]:
 
 
 def _names_the_tokenizer(data: DataConfig, init_from: str, typed: Sequence[str]) -> bool:
-    """Whether init_from says what data.tokenizer is, which is not typed."""
+    """Whether data.tokenizer follows from init_from because it was not typed."""
     return data.tokenizer == init_from and tokenizer.KEY not in typed_values(list(typed))
 
 
 def _find_its_tokens(data: DataConfig, model: str) -> None:
-    """Where data.path holds tokens of the tokenizer of `model` under another name, as of the run that trained the model
-    on them, let `data` call it by that name."""
-    with suppress(DataError):  # said by those who open the data
+    """If data.path holds tokens made with the tokenizer of `model` under another name, for example by the run that
+    trained the model, use that name in `data`."""
+    with suppress(DataError):  # opening the data reports it
         ready = None if data.streaming else manifest.read(data.folder)
         if ready is not None and ready.tokenizer_hash in tokenizer.digests(tokenizer.load(model, "init_from")):
             size = ready.recipe.get("data.tokenizer_vocab_size", data.tokenizer_vocab_size)
@@ -86,18 +85,17 @@ def _call_the_tokenizer(data: DataConfig, name: str | None, size: int) -> None:
 
 def _disagreements(name: str, model: ModelConfig, typed: list[str]) -> list[str]:
     held = flat({"model": to_dict(model)})
-    meant = held | {"model.num_key_value_heads": model.kv_heads, "model.head_dim": model.head_width}  # where null
+    meant = held | {"model.num_key_value_heads": model.kv_heads, "model.head_dim": model.head_width}  # if null
     return [
-        f"{key} is {value!r}, and init_from={name} has {held[key]!r}: leave it out, for the model comes from there"
+        f"{key} is {value!r}, but init_from={name} has {held[key]!r}: leave it out, because init_from decides it"
         for key, value in typed_values(typed).items()
         if key in held and value not in (held[key], meant[key])
     ]
 
 
 def require_one_tokenizer(models: dict[str, str], corpus: DataConfig, data: Data, ranks: Ranks) -> None:
-    """Raise DataError, on the main rank, if texts have other tokens in `data` than for one of `models`, those of
-    `read_at_start`; the other ranks get MainRankFailed. If documents only begin or end with another token, a line says
-    so. Collective."""
+    """Raise DataError on the main rank, and MainRankFailed on the others, if the tokenizer of `data` differs from that
+    of one of `models` (from `read_at_start`). If only the begin- or end-of-text tokens differ, warn. Collective."""
 
     def compare(key: str, name: str) -> None:
         with source(key, name) as checkpoint:
@@ -106,15 +104,17 @@ def require_one_tokenizer(models: dict[str, str], corpus: DataConfig, data: Data
         used = corpus.tokenizer
         where = f"data.mix={','.join(corpus.mix_names)}" if corpus.mix else f"data.path={corpus.path}"
         if tokenizer.serialized(own) == tokenizer.serialized(prepared):
-            if (there := tokenizer.form(prepared)) != (here := tokenizer.form(own)):  # as of a base and its chat model
-                warn(f"documents of {where} are {there}, those of {key}={name} {here}")
+            if (there := tokenizer.form(prepared)) != (
+                here := tokenizer.form(own)
+            ):  # such as a base model and its chat model
+                warn(f"documents of {where} have the form {there}, those of {key}={name} {here}")
             return
-        # The embedded corpus trains its own tokenizer, whatever it is told.
+        # The embedded corpus always trains its own tokenizer.
         text = "data=files data.files=[PATTERN,...] " if corpus.source == Source.stdlib_docs else ""
         raise DataError(
             f"{where} has tokens of {'a tokenizer trained on its text' if used is None else f'the tokenizer {used}'},"
-            f" and {key}={name} has another tokenizer, to which they mean other text: prepare"
-            f" {'a text of yours' if text else 'them once more'}, in another data.path, with"
+            f" but {key}={name} has another tokenizer, for which they mean other text: prepare"
+            f" {'your own text' if text else 'them again'}, in another data.path, with"
             f" {text}data.tokenizer={checkpoint.model}"
         )
 
@@ -126,7 +126,7 @@ def require_one_tokenizer(models: dict[str, str], corpus: DataConfig, data: Data
 
 
 def tokenizer_mistakes(given: str | None, init_from: str | None, teacher: str | None) -> list[str]:
-    """Whether the tokenizer `given`, before it makes tokens, differs from that of init_from or of the teacher."""
+    """Whether the tokenizer `given` differs from that of init_from or of the teacher, before tokens are prepared."""
     found = []
     for key, name in (("init_from", init_from), ("distill.teacher", teacher)):
         if given is None or name is None or name == given:
@@ -136,8 +136,8 @@ def tokenizer_mistakes(given: str | None, init_from: str | None, teacher: str | 
                 own = tokenizer.load(checkpoint.model, key)
             if tokenizer.serialized(own) != tokenizer.serialized(tokenizer.load(given)):
                 found.append(
-                    f"data.tokenizer={given} is another tokenizer than that of {key}={name}, to which its tokens mean"
-                    f" other text: give data.tokenizer={checkpoint.model}"
+                    f"data.tokenizer={given} differs from the tokenizer of {key}={name}, for which its tokens mean"
+                    f" other text: use data.tokenizer={checkpoint.model}"
                 )
         except (ConfigError, DataError) as error:
             found += error.mistakes if isinstance(error, ConfigError) else [str(error)]
@@ -145,16 +145,14 @@ def tokenizer_mistakes(given: str | None, init_from: str | None, teacher: str | 
 
 
 def read_at_start(run: RunConfig, init_from: str | None, teacher: str | None) -> dict[str, str]:
-    """The models whose files this start of the run reads, {key: name}: init_from while there is no checkpoint, and the
-    teacher."""
+    """{key: name} of the models that this start reads: init_from if there is no checkpoint, and the teacher."""
     begins = run.restart or not run_folder.saved_steps(run.folder)
     named = {"init_from": init_from if begins else None, "distill.teacher": teacher}
     return {key: name for key, name in named.items() if name is not None}
 
 
 def weight_mistakes(models: dict[str, str]) -> list[str]:
-    """What is wrong with the weights of those of `models` that are folders, as far as the headers of their files say.
-    `models`: of `read_at_start`."""
+    """Mistakes in the weights of local `models` (from `read_at_start`), as far as file headers show them."""
     found = []
     for key, name in models.items():
         if Path(name).expanduser().exists():
@@ -169,20 +167,22 @@ def weight_mistakes(models: dict[str, str]) -> list[str]:
 def write_weights(
     model: Decoder, name: str, architecture: ModelConfig, run_name: str | None, data: Data, ranks: Ranks
 ) -> list[int]:
-    """Give `model`, whole or in shards, the weights of `name`, the init_from; the main rank reads them. Collective.
+    """Load the weights of `name`, the init_from, into `model`, which may be sharded; the main rank reads them.
+    Collective.
 
-    Returns, on the main rank, at which tokens a text of `init_from` ends beside the one that ends a document of `data`,
-    as at that of a turn. Only special ones: no document holds them, so whoever stops there cuts no text.
+    Returns, on the main rank, further tokens that end a text of `init_from`, besides the end-of-text token of `data`:
+    for example the end of a chat turn. Only special tokens, which documents never contain, so stopping there truncates
+    no text.
 
-    Raises ConfigError on the main rank, and MainRankFailed on the others, if they cannot be read or are of another
-    architecture than the run's.
+    Raises ConfigError on the main rank, and MainRankFailed on the others, if the weights cannot be read or have another
+    architecture.
     """
     weights: dict[str, Tensor] = {}
     ends: set[int] = set()
 
     def read() -> None:
         with source("init_from", name) as checkpoint:
-            checkpoint.identity()  # a checkpoint of ours is held to its checksums
+            checkpoint.identity()  # verifies the checksums of our checkpoints
             found, _, read = load_float32(checkpoint)
             named = pretrained.stop_tokens(checkpoint.model)
         if found != architecture:
@@ -191,8 +191,8 @@ def write_weights(
                 f"{key} is {theirs[key]!r} instead of {ours[key]!r}" for key in ours if theirs[key] != ours[key]
             )
             raise ConfigError([
-                f"init_from={name} is not the model any more that run {run_name} was begun with ({differs}):"
-                " bring that back, or choose another run.name"
+                f"init_from={name} is no longer the model with which run {run_name} was started"
+                f" ({differs}):" " restore it, or choose another run.name"
             ])  # fmt: skip
         weights.update(read)
         special = tokenizer.special_ids(tokenizer.load(str(data.tokenizer_folder), "data.path"))
@@ -205,7 +205,8 @@ def write_weights(
 
 
 def send(weights: dict[str, Tensor], model: Decoder, ranks: Ranks) -> None:
-    """Give `model` of each rank, whole or in shards, the main rank's `weights`, which are used up. Collective."""
+    """Send the main rank's `weights` (emptied in the process) to `model` on each rank, which may be sharded.
+    Collective."""
     for name, parameter in model.named_parameters():
         whole = torch.empty(parameter.shape, device=ranks.device)
         if ranks.is_main:
@@ -216,11 +217,11 @@ def send(weights: dict[str, Tensor], model: Decoder, ranks: Ranks) -> None:
 
 @contextmanager
 def source(key: str, name: str) -> Iterator[Checkpoint]:
-    """What `name`, the value of `key`, means, while it is read. Raises ConfigError if that fails, or if it means
-    nothing."""
+    """Context with the model that `name`, the value of `key`, refers to. Raises ConfigError if there is none or reading
+    fails."""
 
     def refusal(said: str) -> ConfigError:
-        return ConfigError([said.replace("checkpoint=", f"{key}=", 1)])  # as commands say it of their `checkpoint`
+        return ConfigError([said.replace("checkpoint=", f"{key}=", 1)])  # name the key in messages about `checkpoint`
 
     try:
         checkpoint = locate(name)
@@ -231,5 +232,5 @@ def source(key: str, name: str) -> Iterator[Checkpoint]:
             yield checkpoint
     except (ConfigError, DataError):
         raise
-    except (ValueError, OSError) as error:  # a damaged or foreign model; a hub that does not answer
+    except (ValueError, OSError) as error:  # a damaged or unsupported model, or an unreachable hub
         raise refusal(unreadable(checkpoint, error)) from error

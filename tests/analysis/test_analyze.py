@@ -28,7 +28,7 @@ from sparsellm.runs.checkpoint import Checkpoints
 
 FIGURES = ["firing_frequency.png", "nonzeros_by_layer.png", "nonzeros_by_position.png", "union_by_layer.png"]
 FILES = sorted([*FIGURES, "analysis.json", "layers.csv", "neurons.csv", "positions.csv", "tokens.csv"])
-LENGTH = 32  # of the run's sequences
+LENGTH = 32  # sequence length of the run
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_a_run_on_its_held_out_blocks(run):
         "architecture": "LlamaForCausalLM", "gated": True, "layers": 2, "neurons": 48, "dtype": "bfloat16",
     }  # fmt: skip
     assert (results["speed"], results["speed_missing"]) == (None, "needs a CUDA GPU")
-    # The files tell of the same tokens: those on which the run would validate, if it took so many.
+    # The files describe the same tokens: those on which the run would validate with as many samples.
     config = load(run / "config.yaml")
     config = replace(config, logging=replace(config.logging, validation_samples=5))
     blocks = open_validation(config, run / LAST / "hf", run)[:, :-1]
@@ -117,7 +117,7 @@ def test_a_figure_that_cannot_be_drawn_takes_no_number_away(run, monkeypatch, ca
 
 def test_batches_change_no_count(run):
     whole, _ = analyzed(checkpoint=run, sequences=6, batch_size=6)
-    parts, _ = analyzed(checkpoint=run, sequences=6, batch_size=4)  # of 128 tokens each: the same tiles
+    parts, _ = analyzed(checkpoint=run, sequences=6, batch_size=4)  # 128 tokens each, so the tiles are the same
     assert whole == parts
 
 
@@ -136,7 +136,9 @@ def test_a_text_file_is_read_with_the_checkpoints_tokenizer(bare, text):
     counted = {int(row["id"]): int(row["count"]) for row in rows_of(folder / "tokens.csv")}
     read = expected[48:192] + expected[192 + 48 : 384]  # from position 48 on, a quarter of the context
     assert counted == {i: read.count(i) for i in set(read)}
-    assert vocabulary.tokenizer.token_to_id(tokenizer.END_OF_TEXT) not in counted  # spelled out, it is text
+    assert (
+        vocabulary.tokenizer.token_to_id(tokenizer.END_OF_TEXT) not in counted
+    )  # its spelling in a text is plain text
 
 
 def test_a_parquet_file_and_a_run_of_shorter_sequences(run, tmp_path):
@@ -171,7 +173,7 @@ def test_rows_of_other_kinds_are_refused_before_any_work(suffix, run, tmp_path):
                 checkpoint=[str(run)] if config is BenchmarkConfig else str(run), text=str(tmp_path / f"rows{suffix}")
             )
         )
-        assert "has rows of a kind that is not read: it should be plain text, or parquet or jsonl" in found
+        assert "has an unsupported format: it should be plain text, or parquet or jsonl" in found
 
 
 @pytest.mark.parametrize("ending", [".txt", ".md"])
@@ -224,7 +226,7 @@ def test_results_go_elsewhere_where_the_checkpoint_cannot_be_written(run, tmp_pa
         ),
         ({"model_type": "phi3"}, "phi3 model with hidden_act relu: it should be"),
         ({"mlp_bias": True}, r"has broken tensors: missing: .*mlp\.gate_proj\.bias"),
-        ({"vocab_size": 10}, "exceeds the vocabulary"),
+        ({"vocab_size": 10}, "outside the model's vocabulary of 10"),
     ],
 )
 def test_other_models_are_refused(bare, text, changes, problem):
@@ -245,11 +247,11 @@ def test_a_damaged_checkpoint_is_refused(run):
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
-        ("empty.txt", b"", "holds no text"),
+        ("empty.txt", b"", "contains no text"),
         ("latin.txt", b"\xe9t\xe9", r"text=.*latin\.txt, line 1: the byte 0xe9 is not UTF-8"),
         ("latin.md", b"\xe9t\xe9", "cannot be read as text"),
         ("no.parquet", b"PAR?", "cannot be read as parquet"),
-        ("no.jsonl", b"why water", "line 1: it is no JSON"),
+        ("no.jsonl", b"why water", "line 1: it is not JSON"),
     ],
 )
 def test_unreadable_texts_are_refused(run, tmp_path, name, content, problem):
@@ -267,7 +269,9 @@ def test_a_parquet_file_without_text_is_refused(run, tmp_path):
 def test_missing_held_out_text_is_named(run):
     config = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(config.partition("\n")[2].replace("/tokens\n", "/gone\n"))  # without its checksum
-    with pytest.raises(AnalysisError, match=r"no prepared tokens in .*gone.* give another text by text=FILE"):
+    with pytest.raises(
+        AnalysisError, match=r"the prepared tokens of .* are not in .*gone.* give another text with text=FILE"
+    ):
         analyzed(checkpoint=run)
 
 
@@ -275,9 +279,9 @@ def test_every_mistake_is_listed(bare, tmp_path):
     with pytest.raises(ConfigError) as error:
         analyzed(checkpoint=tmp_path / "none", text=tmp_path, sequences=0, batch_size=-1, min_count=0)
     assert len(error.value.mistakes) == 5
-    with pytest.raises(ConfigError, match="is of no run: it has no held-out text, so give it some by text=FILE"):
+    with pytest.raises(ConfigError, match="belongs to no run: it has no held-out text, so give a text with text=FILE"):
         analyzed(checkpoint=bare)
-    with pytest.raises(ConfigError, match="checkpoint=tinny is not here, so taken for a hub name"):
+    with pytest.raises(ConfigError, match="checkpoint=tinny is not a local folder and taken as a hub name"):
         analyzed(checkpoint="tinny")
 
 
@@ -295,7 +299,7 @@ def test_speed_ups_are_shown_where_they_were_measured(run, monkeypatch):
     assert (folder / "speedup.png").is_file()
     shown = report.table(results)
     assert "tile     2.00x" in shown
-    assert "correlation -1.00" in shown
+    assert "speedup and nonzeros over layers: -1.00" in shown
 
 
 @pytest.mark.parametrize(("argument", "code"), [("sequences=4", 0), ("sequences=0", 2), ("output_dir=FILE/x", 1)])

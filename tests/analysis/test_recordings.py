@@ -70,9 +70,7 @@ def test_without_being_asked_nothing_is_recorded_and_the_command_says_where_it_w
     assert analyze.main([f"checkpoint={run}"], "analyze") == 0
     assert not list(run.rglob("*.npz"))
     assert analyze.main([f"checkpoint={run}", f"recordings={tmp_path}/r"], "analyze") == 0
-    assert (
-        f"{tmp_path}/r/firing_patterns.npz, for the benchmarks: --activations {tmp_path}/r" in capsys.readouterr().out
-    )
+    assert f"{tmp_path}/r/firing_patterns.npz (for benchmarks: --activations {tmp_path}/r)" in capsys.readouterr().out
 
 
 def test_a_folder_that_cannot_hold_a_recording_is_refused_before_anything_is_counted(run, tmp_path):
@@ -80,6 +78,6 @@ def test_a_folder_that_cannot_hold_a_recording_is_refused_before_anything_is_cou
     with pytest.raises(AnalysisError, match=r"cannot be written: .*; choose another folder for recordings"):
         analyzed(checkpoint=run, recordings=tmp_path / "file")
     (tmp_path / "firing_patterns_0p5b_l1.npz").touch()
-    with pytest.raises(AnalysisError, match=r"has firing_patterns_0p5b_l1\.npz already.*choose another folder"):
+    with pytest.raises(AnalysisError, match=r"already has firing_patterns_0p5b_l1\.npz.*choose another folder"):
         analyzed(checkpoint=run, recordings=tmp_path)
     assert not (run / LAST / "analysis/analysis.json").exists()

@@ -38,7 +38,7 @@ def prepared(tiny: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[
 
 @pytest.fixture(scope="session")
 def trained(prepared: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with runs/r, trained to its end. Who changes it makes a copy."""
+    """A folder with runs/r, fully trained. Tests that change it make a copy."""
     folder = tmp_path_factory.mktemp("trained") / "here"
     kills.undisturbed(["-m", "sparsellm.train", *prepared, "run.name=r"], lambda _: None, folder)
     return folder

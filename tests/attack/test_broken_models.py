@@ -40,13 +40,13 @@ def fill(name, value):
 BROKEN = {  # what: (damage, what the refusal names)
     "a missing tensor": (tensors(lambda found: found.pop(GATE)), f"missing: {GATE}"),
     "a missing embedding": (tensors(lambda found: found.pop(EMBEDDING)), f"missing: .*{EMBEDDING}"),
-    "no tensors": (tensors(lambda found: found.clear()), "layers, and the files 0 tensors"),
+    "no tensors": (tensors(lambda found: found.clear()), "layers, but the files have only 0 tensors"),
     "an unexpected tensor": (
         tensors(lambda found: found.update({"model.layers.7.x": torch.ones(2)})),
-        r"of no layer that config\.json describes: model\.layers\.7\.x",
+        r"that belong to no layer in config\.json: model\.layers\.7\.x",
     ),
-    "another shape": (tensors(lambda found: found.update({NORM: torch.ones(17)})), f"not of the shape.*: {NORM}"),
-    "integers": (tensors(lambda found: found.update({NORM: torch.ones(16).int()})), f"floating point: {NORM}"),
+    "another shape": (tensors(lambda found: found.update({NORM: torch.ones(17)})), f"whose shape differs.*: {NORM}"),
+    "integers": (tensors(lambda found: found.update({NORM: torch.ones(16).int()})), f"integer values: {NORM}"),
     "NaN": (fill(GATE, torch.nan), f"not finite: {GATE}"),
     "infinity": (fill(NORM, torch.inf), f"not finite: {NORM}"),
     "an output matrix of its own": (
@@ -92,7 +92,7 @@ BROKEN = {  # what: (damage, what the refusal names)
         lambda folder: (folder / "tokenizer.json").write_text(
             (folder / "tokenizer.json").read_text().replace(f": {VOCABULARY - 1}", ": 999999")
         ),
-        "token 999,999 .* exceeds the vocabulary",
+        "token 999,999 .* outside the model's vocabulary",
     ),
 }  # fmt: skip
 SENTENCES = ("a missing tensor", "NaN", "truncated weights", "garbage config.json", "garbage tokenizer")
@@ -174,7 +174,7 @@ def test_one_flipped_bit_at_each_byte_of_the_small_files_of_a_checkpoint_is_name
             try:
                 checkpoint.identity()
             except CheckpointNotFound as error:
-                held += f"hf/{name} is not as COMMITTED says" in str(error)
+                held += f"hf/{name} differs from COMMITTED" in str(error)
         (folder / name).write_bytes(data)
     print(f"bits of a checkpoint: tried {tried}, held {held}, failed {tried - held}")
     assert held == tried > 1500

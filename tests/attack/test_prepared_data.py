@@ -46,7 +46,7 @@ def prepared(tmp_path: Path) -> Config:
 
 @pytest.fixture
 def unfinished(prepared: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
-    """The same, stopped in the middle of its preparation."""
+    """The same, stopped in the middle of preparation."""
     monkeypatch.setattr(corpus, "CHUNK_CHARACTERS", 2_000)
     config = replace(prepared, data=replace(prepared.data, path=str(tmp_path / "unfinished")))
     with monkeypatch.context() as patch:
@@ -100,7 +100,7 @@ def flips(path: Path, bits: int = 8, stride: int = 1, size: int | None = None) -
 
 
 def junk(path: Path) -> Iterator[bytes]:
-    """Every truncation of `path`, and other things than it should hold."""
+    """Every truncation of `path`, and other invalid content."""
     whole = path.read_bytes()
     yield from (whole[:end] for end in range(len(whole)))
     yield from (b"\0", b"\xff\xfe", b"[]", b"{}", b"null", b"1", b'{"version": 2}', b'{"version": 1}', b"[" * 10**5,
@@ -108,7 +108,7 @@ def junk(path: Path) -> Iterator[bytes]:
 
 
 def checked(config: Config) -> Callable[[], None]:
-    """What training does before it begins."""
+    """What training does before its first step."""
 
     def start() -> None:
         if found := mistakes(config):
@@ -151,7 +151,7 @@ def test_no_changed_bit_in_a_finished_folder_is_accepted(prepared: Config, name:
 ])  # fmt: skip
 def test_what_is_damaged_during_a_preparation_is_not_sealed(unfinished: Config, prepared: Config, name: str) -> None:
     path = Path(unfinished.data.path) / name
-    # What follows in the file came after progress.json was written, and is cut off.
+    # Later bytes were written after progress.json and are removed.
     size = read(Path(unfinished.data.path), "progress.json").files[name]["bytes"]
     attack(path, flips(path, bits=1, stride=size // 20 + 1, size=size), lambda: prepare(unfinished))
     assert prepare(unfinished).train == read(Path(prepared.data.path)).train

@@ -61,7 +61,7 @@ def cut(path):
 
 
 def attack(path, holds, damaged=flipped):
-    """Damage `path`; `holds(position)` says whether the answer is right. Nothing may be raised."""
+    """Damage `path`; `holds(position)` returns whether the answer is right. Nothing may be raised."""
     whole, failed, tried = path.read_bytes(), [], 0
     try:
         for position, content in damaged(path):
@@ -203,7 +203,7 @@ def test_a_configuration_that_is_none(run, content):
     try:
         (found,) = run_folder.mistakes(config)
         assert str(path) in found
-        assert "was begun with" not in found
+        assert "was started with" not in found
     finally:
         path.write_bytes(whole)
 
@@ -232,7 +232,7 @@ def fill(disk, leave):
 @pytest.mark.parametrize("leave", [0, 8192, 40_000, 100_000, 275_000, random.Random(SEED).randrange(280_000)])
 @one("full disks")
 def test_a_disk_that_becomes_full_loses_nothing(small_disk, capsys, leave):
-    """After step 2's checkpoint so many bytes are free. What is freed again lets the run end."""
+    """After step 2's checkpoint, `free` bytes are left. Freed space lets the run finish."""
     folder, options = small_disk / "run", ["run.checkpoint_every=2", "logging.every=1"]
     with small_trainer(folder, *options) as trainer:
         advance = trainer.advance
@@ -261,7 +261,7 @@ def test_a_disk_that_becomes_full_loses_nothing(small_disk, capsys, leave):
 @pytest.mark.slow
 @pytest.mark.parametrize("leave", [None, 0, 10_000, 100_000])
 def test_weights_and_biases_on_a_full_disk_is_one_sentence(small_disk, capfd, leave):
-    """After some rows, so many bytes are free; None: none at the start."""
+    """After some rows, `free` bytes are left; None: none at the start."""
     folder = small_disk / "run"
     folder.mkdir()
     if leave is None:
@@ -273,7 +273,7 @@ def test_weights_and_biases_on_a_full_disk_is_one_sentence(small_disk, capfd, le
             fill(small_disk, leave)
     record.close(0)
     said = capfd.readouterr().err
-    assert said.count("lacks rows, for it cannot be written") == 1
+    assert said.count("is missing rows: it cannot be written") == 1
     assert "Traceback" not in said
     assert "Logging error" not in said
 

@@ -164,7 +164,7 @@ def test_a_data_worker_that_is_killed(command, plain, tmp_path):
             draw.choice(family(process.pid)[1:]).kill()
             if (code := ended(process)) != 0:  # the batches that it had sent may have been the last ones
                 assert code == 1
-                assert "was killed, as the system does where memory is short" in sentences(folder)
+                assert "was killed, perhaps by the system for lack of memory" in sentences(folder)
             require_as_plain(command, folder, plain)
 
 

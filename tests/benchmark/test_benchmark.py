@@ -67,8 +67,8 @@ def measured(folder):
 def test_a_run_is_measured_on_its_held_out_text_without_a_gpu(run, capsys):
     assert main([*QUICK, f"checkpoint={run}"], PROGRAM) == 0
     shown, folder = capsys.readouterr().out, run / LAST / "benchmark"
-    assert "no kernels: they need a CUDA GPU" in shown
-    assert "no energy: a CPU counts none" in shown
+    assert "no kernels: the kernels need a CUDA GPU" in shown
+    assert "no energy: not measured on a CPU" in shown
     assert str(folder / report.BENCHMARK_JSON) in shown
     assert {path.name for path in folder.iterdir()} == {"benchmark.json", "benchmark.md", "benchmark.png"}
     (row,) = measured(folder)["checkpoints"]
@@ -115,14 +115,14 @@ def test_sizes_stand_side_by_side_each_with_its_baseline(run, bare, silu, text, 
         assert all(side[phase]["mj_per_token"] > 0 for phase in report.PHASES)
     shown = capsys.readouterr().out
     of_each = " or ".join(f"{row['layer_speeds'][0]['tokens']:,}" for row in (ours, alone))
-    assert f"layers: each alone on {of_each} tokens" in shown
+    assert f"layers: each measured alone on {of_each} tokens" in shown
     tables = [part.splitlines() for part in shown.split("\n\n")]
     assert ["kernels" in line for line in tables[1][1:]] == [True, False, False] * 2
     assert ["0.4321" in line for line in tables[1][1:]] == [True, True, False] + [False] * 3
     forward = {name: side["forward"]["tokens_per_s"] for name, side in ours["sides"].items()}
     assert f"{forward['kernels'] / 1e3:,.1f} ({forward['kernels'] / forward['baseline']:.2f}x)" in tables[1][1]
     assert f"{forward['PyTorch'] / 1e3:,.1f} ({forward['PyTorch'] / forward['baseline']:.2f}x)" in tables[1][2]
-    assert f"; it left none for {ours['baseline']['name']}; {alone['name']}\n" in shown
+    assert f"; not evaluated: {ours['baseline']['name']}; {alone['name']}\n" in shown
     assert tables[3][0].split()[-2:] == ["piqa", "hellaswag"]
     assert [line.split()[-2:] for line in tables[3][1:]] == [["0.6100", "0.3000"], ["-", "-"], ["-", "-"]]
     assert tables[2][0].split()[2:] == ["mJ", "per", "token", "on", "forward", "training", "prefill", "decode"]
@@ -143,7 +143,7 @@ def test_what_is_compared_reads_as_many_sequences(run):
     subject = Subject.open(locate(str(run)), BenchmarkConfig())
     fewer = replace(subject, blocks=subject.blocks[:2])
     assert len(subject.blocks) > 2
-    assert len(subject.beside(fewer).blocks) == len(fewer.beside(subject).blocks) == 2
+    assert len(subject.limited_to(fewer).blocks) == len(fewer.limited_to(subject).blocks) == 2
 
 
 def test_kernels_and_pytorch_compute_in_the_side_that_is_named_so(run, kernels):
@@ -253,7 +253,7 @@ def test_candidates_take_turns_and_rates_are_of_what_they_took(monkeypatch):
     [
         ([], 2, ["checkpoint has no value"]),
         (["checkpoint=nope/nope/nope", "seconds=0", "new_tokens=2"], 2, ["nope/nope/nope", "seconds is 0", "least 3"]),
-        (["checkpoint=RUN", "baseline=[RUN,RUN]"], 2, ["baseline has 2 and checkpoint 1"]),
+        (["checkpoint=RUN", "baseline=[RUN,RUN]"], 2, ["baseline has 2 entries, but checkpoint has 1"]),
         (["checkpoint=RUN", "baseline=BARE"], 2, ["baseline=BARE is of no run", "text=FILE"]),
         (["checkpoint=RUN", "baseline=./nope"], 2, ["baseline=./nope does not exist"]),
         (["checkpoint=RUN", "text=nowhere.txt"], 2, ["text=nowhere.txt is not a file"]),

@@ -105,7 +105,7 @@ def test_a_recorded_pattern_without_its_folder_is_refused():
 
 
 def test_what_a_folder_does_not_hold_is_named_with_how_to_make_it(tmp_path):
-    for folder, problem in ((tmp_path / "none", "is no folder"), (tmp_path, r"has no firing_patterns\*\.npz")):
+    for folder, problem in ((tmp_path / "none", "is not a folder"), (tmp_path, r"has no firing_patterns\*\.npz")):
         with pytest.raises(ValueError, match=f"{folder} {problem}: {HOW}"):
             patterns.recorded("layer1", folder)
         with pytest.raises(ValueError, match=f"{folder} {problem}: {HOW}"):
@@ -115,7 +115,7 @@ def test_what_a_folder_does_not_hold_is_named_with_how_to_make_it(tmp_path):
     np.savez(tmp_path / "firing_patterns.npz", neurons=48, **of_two_layers)
     assert "is of a model of N 48: pattern 'layer1' needs N 5,632" in patterns.obstacle("layer1", tmp_path)
     assert patterns.obstacle("layer1", tmp_path, neurons=48) is None
-    assert "has no layer7, for it is of a model of 2 layers" in patterns.obstacle("layer7", tmp_path)
+    assert "has no layer7: its model has only 2 layers" in patterns.obstacle("layer7", tmp_path)
     assert "firing_pattern_sparse_l4.npz" in patterns.obstacle("sparse", tmp_path)
     assert "layer4_input_bf16.npy" in patterns.obstacle("layer4gate", tmp_path)
     assert patterns.obstacle("synthetic29", None) is None

@@ -163,7 +163,7 @@ def test_the_benchmark_trains_on_random_texts_and_without_shaping(benchmark):
     ("arguments", "message"),
     [
         (["--firing", "8", "--variant", "model.num_layers=3", "--variant", ""], "model differs between variants"),
-        (["sparsity.reinit_dead_after_tokens=1024", "--firing", "8"], "draws weights anew"),
+        (["sparsity.reinit_dead_after_tokens=1024", "--firing", "8"], "reinitializes weights"),
         (["optimizer.learning_rate=0"], "learning_rate is 0"),
     ],
 )
@@ -178,7 +178,7 @@ def test_what_cannot_be_compared_is_refused(benchmark, arguments, message):
         (["--firing", "recorded"], "--firing recorded needs --activations"),
         (["--firing", "often"], "--firing: invalid firing value: 'often'"),
         (["--firing", "250"], "--firing: the mean is 250 nonzeros per token"),
-        (["--locality", "0.5"], "--locality are for --firing"),
+        (["--locality", "0.5"], "--locality need --firing"),
         (["--firing", "8", "--locality", "2"], "--locality is 2"),
     ],
 )

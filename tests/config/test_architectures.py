@@ -61,12 +61,12 @@ def test_every_key_of_the_rotary_embedding_names_another_run(tmp_path):
         (["model.attention_bias=true", "model.qk_norm=true"], "model.attention_bias is true with model.qk_norm=true"),
         (["model.qk_norm=true", "model.gated=false"], "model.qk_norm is true with model.gated=false"),
         (["model.gated=false", "model.num_heads=3", "model.head_dim=16"], "must divide model.hidden_size 128"),
-        (["model.rope_parameters.factor=2"], "model.rope_parameters.factor is 2.0: rope_type=default has no such key"),
+        (["model.rope_parameters.factor=2"], "model.rope_parameters.factor is 2.0: rope_type=default does not use it"),
         (["model.rope_parameters.rope_type=linear"], "model.rope_parameters.factor is null"),
         ([*LLAMA3, "model.rope_parameters.factor=0.5"], "factor is 0.5: it must be at least 1"),
         ([*LLAMA3, "model.rope_parameters.high_freq_factor=1"], "low_freq_factor is 1.0: it must be below"),
         ([*LLAMA3, "model.rope_parameters.low_freq_factor=-1"], "low_freq_factor is -1.0: it must be a positive"),
-        ([*LLAMA3, "model.rope_parameters.truncate=true"], "truncate is True: rope_type=llama3 has no such key"),
+        ([*LLAMA3, "model.rope_parameters.truncate=true"], "truncate is True: rope_type=llama3 does not use it"),
     ],
 )
 def test_what_no_decoder_is_gets_refused(overrides, message):

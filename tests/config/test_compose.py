@@ -106,7 +106,7 @@ def test_yaml_round_trip(tmp_path):
         ("experiment=smok", "experiment=smok is not a choice: did you mean experiment=smoke? "),
         ("model", "model has no choice: write model=CHOICE, one of 0p5b"),
         ("training.steps", "training.steps has no value: write training.steps=VALUE"),
-        ("~experiment", "~experiment: a key cannot be taken away"),
+        ("~experiment", "~experiment: a key cannot be removed"),
         ("training.steps=many", "training.steps is many: it must be a whole number"),
         ("training.steps=1.5", "training.steps is 1.5: it must be a whole number"),
         ("training.steps=", "training.steps is empty: it must be a whole number"),
@@ -116,12 +116,12 @@ def test_yaml_round_trip(tmp_path):
         ("runtime.compile=1", "runtime.compile is 1: it must be true or false"),
         ("sparsity.activation=gelu", "sparsity.activation is gelu: it must be one of relu, silu"),
         ("optimizer.learning_rate=[1,2]", "optimizer.learning_rate is [1,2]: it must be a number"),
-        ("data.mix=[a,b]", "data.mix is [a,b]: it must be a list of mappings, as [{a: b}]"),
+        ("data.mix=[a,b]", "data.mix is [a,b]: it must be a list of mappings, like [{a: b}]"),
         (
             "training.seed=1,2",
-            "training.seed is 1,2: it takes one value; a list of them is for the command `sweep`",
+            "training.seed is 1,2: it takes one value; only the command `sweep` takes lists of values",
         ),
-        ("run.name=${nope}", "run.name is ${nope}: a command line has no interpolations"),
+        ("run.name=${nope}", "run.name is ${nope}: interpolations are not supported"),
         ("model.num_layers=???", "model.num_layers has no value"),
     ],
 )
@@ -151,7 +151,7 @@ def test_all_mistakes_are_found_at_once_and_the_rest_is_composed():
 def test_options_are_answered_with_what_to_write():
     found = composition(["--experiment", "smoke", "--training.steps=3", "--multirun", "training.seed=1"]).mistakes
     assert [mistake.partition(": ")[2] for mistake in found[:2]] == ["write experiment=smoke", "write training.steps=3"]
-    assert "start a command for each" in found[2]
+    assert "start one command per job" in found[2]
     assert len(found) == 3
 
 
@@ -310,7 +310,7 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
 
 
 @pytest.mark.parametrize(("text", "why"), [
-    (BOMB, "it has aliases"), ("[" * 100_000, "nested more than 16 deep"), ("data: {a: " * 20, "nested more than"),
+    (BOMB, "it has aliases"), ("[" * 100_000, "nested more than 16 levels"), ("data: {a: " * 20, "nested more than"),
     ("x" * 1_000_001, "it has 1,000,001 characters"),
 ])  # fmt: skip
 def test_a_file_that_would_take_any_memory_or_time_is_refused(text, why, tmp_path):
@@ -325,7 +325,7 @@ def test_a_path_that_can_be_none_is_refused_under_every_key(schema):
     keys = [key for key in PATHS if key in flat_types(schema)]
     assert keys
     for key in keys:
-        for path, why in [(nobody, "a user that there is not, no-such-user"), (long, "a name of 256 bytes")]:
+        for path, why in [(nobody, "an unknown user, no-such-user"), (long, "a name of 256 bytes")]:
             typed = f"[{{data: '{path}'}}]" if key == "data.mix" else f"'{path}'"
             (mistake,) = composition([f"{key}={typed}"], schema).mistakes
             assert mistake.startswith(f"{key}={path:.40}")
@@ -336,7 +336,7 @@ def test_every_key_of_a_path_is_one_of_some_schema():
     schemas = [Config, EvaluateConfig, AnalyzeConfig, BenchmarkConfig, ImportConfig]
     known = set().union(*map(flat_types, schemas)) | {f"sweep.{key}" for key in flat_types(SweepConfig)}
     assert known >= set(PATHS)
-    with pytest.raises(ConfigError, match=r"sweep.root=~no-such-user/x has the home folder of a user"):
+    with pytest.raises(ConfigError, match=r"sweep.root=~no-such-user/x refers to the home folder of an unknown user"):
         sweep_request(["sweep.root=~no-such-user/x"])
 
 

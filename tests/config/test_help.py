@@ -1,4 +1,4 @@
-"""`--help` has every key with its default and its meaning, and is there before anything slow is imported."""
+"""`--help` has every key with its default and meaning, and appears before anything slow is imported."""
 
 import subprocess
 import sys

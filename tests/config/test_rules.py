@@ -1,4 +1,4 @@
-"""Every broken rule is named at once, with its remedy; what just keeps it is accepted."""
+"""Every broken rule is reported at once, with its remedy; values just within the rule are accepted."""
 
 import re
 import sys
@@ -32,17 +32,17 @@ ON_CPU = ["experiment=smoke", "runtime.device=cpu"]
     [
         (["sparsity.l1_coefficient=-1"], "sparsity.l1_coefficient is -1.0: it must be at least 0"),
         (["sparsity.l1_coefficient=nan"], "sparsity.l1_coefficient is nan"),
-        (["data.name=../corpus"], "data.name is '../corpus': it names a folder in data/; give another"),
-        (["data.name=/corpus"], "data.name is '/corpus': it names"),
-        (["data.name="], "data.name is '': it names"),
-        (["training.batch_size=7"], "training.batch_size 7 does not divide over 2 ranks"),
+        (["data.name=../corpus"], "data.name is '../corpus': it must be a folder name in data/; for another"),
+        (["data.name=/corpus"], "data.name is '/corpus': it must be a folder"),
+        (["data.name="], "data.name is '': it must be a folder"),
+        (["training.batch_size=7"], "training.batch_size 7 is not divisible by the number of ranks, 2"),
         (["training.sequence_length=512"], "training.sequence_length 512 is longer than model.context_length 256"),
         (["model.intermediate_size=500"], "model.intermediate_size is 500: it must be a multiple of 8"),
         (
             ["model.intermediate_size=65544"],
             "intermediate_size is 65544: it must be at least 8 and at most 65536",
         ),
-        (["model.num_heads=3"], "model.hidden_size 128 does not divide into 3 heads"),
+        (["model.num_heads=3"], "model.hidden_size 128 cannot be divided into 3 heads"),
         (["model.num_heads=0"], "model.num_heads is 0: it must be at least 1"),
         (["sparsity.activation=silu"], "sparsity.l1_coefficient is 0.001 with sparsity.activation=silu"),
         (["sparsity.l1_warmup_tokens=5"], "l1_warmup_tokens is 5 with sparsity.l1_schedule=constant"),
@@ -55,24 +55,24 @@ ON_CPU = ["experiment=smoke", "runtime.device=cpu"]
         (["sparsity.relu_tokens=9", "model.gated=false"], "activation=relu and model.gated=false: set it to 0"),
         (["sparsity.relu_tokens=9", "sparsity=dense_silu"], "activation=silu and model.gated=true: set it to 0"),
         (["sparsity.l1_start_tokens=-1"], "sparsity.l1_start_tokens is -1: it must be at least 0"),
-        (["sparsity.l1_start_tokens=819200"], "exceed the run's 819200 tokens together"),
+        (["sparsity.l1_start_tokens=819200"], "together exceed the run's 819200 tokens"),
         (["sparsity.reinit_dead_after_tokens=0"], "sparsity.reinit_dead_after_tokens is 0: .* at least 1, or null"),
         (["sparsity.reinit_every=0"], "sparsity.reinit_every is 0: it must be at least 1"),
         (["sparsity.reinit_blend=0", "sparsity.reinit_dead_after_tokens=9"], "reinit_blend is 0.0: it must be above 0"),
-        (["sparsity.reinit_blend=0.1"], "reinit_blend is 0.1 with .*, which draws no row: give the tokens of silence"),
-        (["sparsity=dense_silu", "sparsity.reinit_dead_after_tokens=9"], "=silu, whose neurons are never silent"),
+        (["sparsity.reinit_blend=0.1"], "reinit_blend is 0.1 with .*, which disables it: set reinit_dead_after_tokens"),
+        (["sparsity=dense_silu", "sparsity.reinit_dead_after_tokens=9"], "=silu, whose neurons are never dead"),
         (
             ["sparsity.reinit_dead_after_tokens=204801", "sparsity.reinit_every=300"],
-            "never draws a row in the run's 400 steps: the first could be drawn at step 300, .* in the last 101",
+            "never takes effect in 400 steps: the first reinitialization could be at step 300, .* in the last 101",
         ),
         (
             ["sparsity.reinit_dead_after_tokens=1", "sparsity.relu_tokens=819200"],
-            "reinit_every 100 after relu_tokens 819200 never draws a row in .*: the first could be drawn at step 400",
+            "reinit_every 100 after relu_tokens 819200 never takes effect in .* could be at step 400",
         ),
         (["optimizer.decay_fraction=0.3"], "optimizer.decay_fraction is 0.3 with optimizer.schedule=cosine"),
         (["optimizer.schedule=wsd", "optimizer.decay_fraction=0"], "decay_fraction is 0.0: it must be above 0"),
         (["optimizer.schedule=wsd", "optimizer.decay_fraction=nan"], "decay_fraction is nan: it must be above 0"),
-        (["optimizer.schedule=wsd", "optimizer.warmup_steps=321"], "warmup_steps 321 reaches into the decay"),
+        (["optimizer.schedule=wsd", "optimizer.warmup_steps=321"], "warmup_steps 321 overlaps the decay"),
         (["runtime.profile_steps=[20]"], r"runtime.profile_steps is \[20\]: it must be the first and the last step"),
         (["runtime.profile_steps=[9,8]"], r"runtime.profile_steps is \[9, 8\]: it must be"),
         (["runtime.profile_steps=[0,8]"], r"runtime.profile_steps is \[0, 8\]: it must be"),
@@ -87,17 +87,20 @@ ON_CPU = ["experiment=smoke", "runtime.device=cpu"]
         ([f"run.name={'a' * 201}"], "run.name is 'a+': use only .*, at most 200"),
         (["data.source=hub"], "data.source=hub needs the data set's name"),
         (["data.source=files"], "data.source=files needs data.files"),
-        (["data.streaming=true"], "there is nothing to stream, so leave it out, or choose data=fineweb_edu_stream"),
+        (["data.streaming=true"], "this corpus cannot be streamed; leave it out, or use data=fineweb_edu_stream"),
         (
             ["data.files=x.txt"],
             "data.files is given with data.source=stdlib_docs, which reads no files: add data=files",
         ),
         (["data.max_tokens=0"], "data.max_tokens is 0"),
-        (["runtime.ddp_compress=bf16"], "ddp_compress=bf16, but runtime.precision=float32 rounds nothing to bfloat16"),
-        (["runtime.ddp_compress=bf16", "runtime.shard=full"], "ddp_compress=bf16, but runtime.shard=full sends shards"),
+        (["runtime.ddp_compress=bf16"], "ddp_compress=bf16, but runtime.precision=float32 does not round to bfloat16"),
+        (
+            ["runtime.ddp_compress=bf16", "runtime.shard=full"],
+            "ddp_compress=bf16, but runtime.shard=full always reduces",
+        ),
         (
             ["runtime.ddp_compress=bf16", "runtime.precision=bfloat16", "runtime.device=cpu"],
-            "ddp_compress=bf16, but torch compresses only what GPUs send each other",
+            "ddp_compress=bf16, but torch compresses only communication between GPUs",
         ),
         (["runtime.micro_batch_size=0"], "runtime.micro_batch_size is 0: it must be auto, or a number of at least 1"),
         (["runtime.micro_batch_size=all"], "runtime.micro_batch_size is all: it must be auto, or a number"),
@@ -137,8 +140,8 @@ def test_kernels_are_refused_with_the_machines_own_reason(monkeypatch):
     assert config.runtime.kernels == Kernels.cuda
     monkeypatch.setattr(build, "check", unavailable)
     assert mistakes(config, 1) == [
-        "runtime.kernels=cuda does not run here (runtime.kernels=auto goes without): no nvcc in PATH: install the CUDA"
-        " toolkit"
+        "runtime.kernels=cuda does not run here (runtime.kernels=auto does not need it): no nvcc in PATH: install the"
+        " CUDA toolkit"
     ]
     monkeypatch.setattr(build, "check", lambda: None)
     assert mistakes(config, 1) == []
@@ -174,7 +177,7 @@ def test_impossible_sizes_are_refused_by_arithmetic(overrides, message):
     [
         (
             ["model.num_layers=1000000"],
-            "model has 262,400,524,416 parameters: .* take 3,910.1 GiB, and this machine has",
+            "model has 262,400,524,416 parameters: .* take 3,910.1 GiB, but this machine has",
         ),
         (["model.vocab_size=1000000000"], "model has 128,001,049,728 parameters"),
         (
@@ -198,8 +201,8 @@ def test_ranks_on_a_cpu_share_its_memory():
 @pytest.mark.parametrize(
     ("limit", "message"),
     [
-        (150, "runtime.memory_limit_gib is 150, and this GPU has 140.0 GiB: lower it, or set it to null"),
-        (7, r"take 7\.6 GiB, and this run, by runtime\.memory_limit_gib, has 7\.0 GiB"),
+        (150, "runtime.memory_limit_gib is 150, but this GPU has 140.0 GiB: lower it, or set it to null"),
+        (7, r"take 7\.6 GiB, but this run, by runtime\.memory_limit_gib, has 7\.0 GiB"),
         (8, None),
     ],
 )
@@ -212,7 +215,7 @@ def test_a_part_of_a_gpu_is_all_that_a_run_has(limit, message, monkeypatch):
 
 def test_a_part_of_a_gpu_is_refused_where_there_is_none():
     (found,) = of_memory(from_overrides(["runtime.device=cpu", "runtime.memory_limit_gib=77"]), 1, 1)
-    assert found == "runtime.memory_limit_gib is 77, of a GPU, and this run takes none: set it to null"
+    assert found == "runtime.memory_limit_gib is 77, but this run uses no GPU: set it to null"
 
 
 @pytest.mark.parametrize(
@@ -232,7 +235,7 @@ def test_what_is_divided_between_too_few_is_refused():
     overrides = ["runtime.device=cpu", "model.num_layers=1000000", "runtime.shard=full"]
     (found,) = of_memory(from_overrides(overrides), 4, 4)
     assert "on each of 4 ranks with runtime.shard=full between 4" in found
-    assert "divide it between more GPUs (runtime.shard=full)" in found
+    assert "shard it over more GPUs (runtime.shard=full)" in found
 
 
 def test_all_mistakes_are_listed_at_once():
@@ -245,13 +248,13 @@ def test_layers_are_compiled_on_a_cpu_only_with_a_compiler(monkeypatch):
     asked = [*ON_CPU, "runtime.compile=true"]
     monkeypatch.setenv("CXX", "no-such-compiler")
     (found,) = mistakes(from_overrides(asked), 1)
-    assert "there is no no-such-compiler: it should be installed (g++), or named by CXX=PATH" in found
+    assert "no-such-compiler is missing: install it (g++), set CXX=PATH" in found
     assert mistakes(from_overrides([*ON_CPU, "runtime.compile=false"]), 1) == []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert not [each for each in mistakes(from_overrides([*asked, "runtime.device=auto"]), 1) if "compiler" in each]
     monkeypatch.undo()
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", "")
-    assert "there is no g++" in mistakes(from_overrides(asked), 1)[0]
+    assert "g++ is missing" in mistakes(from_overrides(asked), 1)[0]
     monkeypatch.setenv("CXX", sys.executable)
     assert mistakes(from_overrides(asked), 1) == []

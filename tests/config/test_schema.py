@@ -1,4 +1,4 @@
-"""What follows from the keys alone."""
+"""Values derived from the keys alone."""
 
 import pytest
 

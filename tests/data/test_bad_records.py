@@ -1,4 +1,4 @@
-"""Records that cannot be read, passed over where data.skip_bad_records says so, in preparation and in a stream."""
+"""Unreadable records, skipped with data.skip_bad_records, in preparation and in a stream."""
 
 import json
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def test_a_preparation_that_a_bad_record_ended_goes_on_without_it(
     make_config: MakeConfig, files: list[str], tmp_path: Path
 ) -> None:
     config = make_config(files)
-    with pytest.raises(DataError, match=r"b\.jsonl, line 51: half of a surrogate pair"):
+    with pytest.raises(DataError, match=r"b\.jsonl, line 51: it contains an unpaired surrogate"):
         prepare(config)
     assert json.loads((Path(config.data.path) / "progress.json").read_text())["train"]["documents"] > 0
     config.data.skip_bad_records = True
@@ -56,10 +56,10 @@ def test_what_was_passed_over_belongs_to_the_tokens(make_config: MakeConfig, fil
     prepare(config)
     config.data.skip_bad_records, config.data.max_tokens = False, 1_000
     (found,) = mistakes(config)
-    assert "data.skip_bad_records=true passed over 3 records that cannot be read, and is false now" in found
+    assert "data.skip_bad_records=true skipped 3 unreadable records, now it is false" in found
     whole = make_config([files[0]], path=f"{config.data.path}-whole", max_tokens=1_000)
     prepare(whole)
-    whole.data.skip_bad_records = True  # which changes nothing where all can be read
+    whole.data.skip_bad_records = True  # which changes nothing if all records are readable
     assert mistakes(whole) == []
 
 

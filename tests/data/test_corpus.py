@@ -90,7 +90,7 @@ def test_mistakes_about_files_name_what_is_wrong(tmp_path: Path, parquet: list[s
     assert "nothing matches" in missing[0]
     assert "is a folder" in missing[1]
     assert "ending in .csv cannot be read" in corpus.local_files([str(tmp_path / "x.csv")])[1][0]
-    assert "several kinds (.parquet, .txt)" in corpus.local_files([str(tmp_path / "x.txt"), parquet[0]])[1][0]
+    assert "several formats (.parquet, .txt)" in corpus.local_files([str(tmp_path / "x.txt"), parquet[0]])[1][0]
     with pytest.raises(DataError, match=r"no column 'content': set data.text_column to one of text, license$"):
         read(parquet, "content")
     with pytest.raises(DataError, match=r"'other' of .*part-0\.parquet holds int"):
@@ -136,8 +136,8 @@ def test_files_without_documents_are_passed_over_and_torn_ones_are_named(
     assert len(read([empty, good, f"{packed}.gz", blank, good])) == 200
     said = capsys.readouterr().out
     for path in (empty, blank, f"{packed}.gz"):
-        assert said.count(f"{path} has no documents, and is passed over") == 1
-    with pytest.raises(DataError, match=r"t\.jsonl\.gz cannot be read .* Bring back a whole copy of the file"):
+        assert said.count(f"{path} has no documents and is skipped") == 1
+    with pytest.raises(DataError, match=r"t\.jsonl\.gz cannot be read .* Restore an intact copy of the file"):
         read([good, f"{torn}.gz"])
     Dataset.from_dict({"text": []}).to_parquet(str(tmp_path / "none.parquet"))
     Dataset.from_dict({"text": ["one"]}).to_parquet(str(tmp_path / "one.parquet"))
@@ -165,8 +165,8 @@ def test_a_bad_record_stops_the_reading_or_is_a_document_without_text(
         after = corpus.read([str(file)], "text", document.position_after(), skip_bad_records=True)
         assert list(after) == documents[i + 1 :]
     said = capsys.readouterr().out
-    assert f"{file}, line 3: it is no JSON" in said
-    assert f"{file}: 2 records that cannot be read were passed over" in said
+    assert f"{file}, line 3: it is not JSON" in said
+    assert f"{file}: skipped 2 unreadable records" in said
 
 
 def test_a_name_with_brackets_means_the_file_of_that_name(tmp_path: Path) -> None:
@@ -178,8 +178,10 @@ def test_a_name_with_brackets_means_the_file_of_that_name(tmp_path: Path) -> Non
     assert corpus.local_files(["b[[]1].txt"], tmp_path)[1] == []
     files, (mistake,) = corpus.local_files(["c[v2]/*.txt"], tmp_path)
     assert files == {}
-    assert mistake.endswith("""is written [[]: 'data.files=["c[[]v2]/*.txt"]'""")
+    assert mistake.endswith("""write a literal [ as [[]: 'data.files=["c[[]v2]/*.txt"]'""")
     assert corpus.local_files(["c[[]v2]/*.txt"], tmp_path)[1] == []
     (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
-    assert "gone.txt is no file, or a link to one" in corpus.local_files([str(tmp_path / "gone.txt")])[1][0]
-    assert "begins with no user of this machine" in corpus.local_files(["~nobody-here/x.txt"])[1][0]
+    assert (
+        "gone.txt is not a regular file, or a dangling link" in corpus.local_files([str(tmp_path / "gone.txt")])[1][0]
+    )
+    assert "begins with an unknown user" in corpus.local_files(["~nobody-here/x.txt"])[1][0]

@@ -1,4 +1,4 @@
-"""The held-out split where documents are too few: the end of the stream."""
+"""The held-out split with too few documents: the end of the stream."""
 
 import hashlib
 import json
@@ -94,7 +94,7 @@ def test_few_short_documents_are_held_out_after_the_end_of_the_training_document
     train, validation = tokens_in(config, "train"), tokens_in(config, "validation")
     assert train + validation == encoded(config, kept) + encoded(config, held_out)
     assert len(validation) == max(LENGTH + 1, int(0.004 * len(train + validation)))
-    # Where documents start: the first held-out one may be the rest of one that the cut goes through.
+    # Where documents start: the first held-out one may be the rest of the document at the cut.
     ends = [0, *np.cumsum([len(ids) for ids in tokenizer.encode(tokenizer.load(config.data.tokenizer), kept)])]
     assert starts_in(config, "train") == [start for start in ends[:-1] if start < len(train)]
     starts = starts_in(config, "validation")
@@ -156,7 +156,7 @@ def test_an_extended_folder_is_what_one_preparation_gives_and_holds_out_nothing_
         assert contents(Path(config.data.path)) == contents(Path(direct.data.path))
         everything = tokens_in(config, "train") + tokens_in(config, "validation")
         assert everything == encoded(config, [Path(file).read_text() for file in text_files])[: len(everything)]
-        assert manifest.train.tokens > before  # the cut moved on, past all that it had left for training
+        assert manifest.train.tokens > before  # the cut moved past everything that had been left for training
         before = manifest.train.tokens
     assert manifest.exhausted
 
@@ -171,7 +171,7 @@ def test_a_longer_sequence_does_not_move_the_cut_of_a_folder_that_was_trained_on
     assert manifest.train.tokens > trained_on
     assert manifest.sequence_length == LENGTH
     assert manifest.validation.tokens == LENGTH + 1
-    assert "shorten training.sequence_length to 32 at most, or prepare" in mistakes(extended)[0]
+    assert "shorten training.sequence_length to at most 32, or prepare" in mistakes(extended)[0]
 
 
 def test_documents_that_come_to_be_enough_end_the_cut(
@@ -212,22 +212,22 @@ def test_another_sequence_length_fits_or_is_refused_with_remedies_that_work(
     longer = with_length(config, fits + 1)
     (found,) = mistakes(longer)
     assert (
-        f"shorten training.sequence_length to {fits} at most, or prepare the text for this length in another" in found
+        f"shorten training.sequence_length to at most {fits}, or prepare the text for this length in another" in found
     )
     elsewhere = with_length(config, fits + 1, path=str(tmp_path / "elsewhere"))
     assert prepare(elsewhere).validation.tokens == fits + 2
     assert mistakes(elsewhere) == []
-    # The longest that the text has, and one more.
+    # The longest possible length, and one more.
     with pytest.raises(
-        DataError, match=r"shorten training\.sequence_length to \d+ at most, or give more text"
+        DataError, match=r"shorten training\.sequence_length to at most \d+, or give more text"
     ) as error:
         prepare(with_length(config, 100_000, path=str(tmp_path / "long")))
-    longest = int(str(error.value).split("training.sequence_length to ")[1].split()[0])
+    longest = int(str(error.value).split("training.sequence_length to at most ")[1].split(",")[0])
     for length in (longest + 1, longest):
         assert not (tmp_path / "long").exists()
         long = with_length(config, length, path=str(tmp_path / "long"))
         if length > longest:
-            with pytest.raises(DataError, match=f"to {longest} at most"):
+            with pytest.raises(DataError, match=f"to at most {longest}"):
                 prepare(long)
         else:
             prepare(long)
@@ -240,7 +240,7 @@ def test_text_too_short_for_any_length_is_refused_and_leaves_only_what_was_there
     (tmp_path / "input.txt").write_text("a")
     config = make_config([str(tmp_path / "input.txt")], path=str(tmp_path / "mine" / "deep" / "tokens"))
     (tmp_path / "mine").mkdir()
-    with pytest.raises(DataError, match="another to hold out: give more text"):
+    with pytest.raises(DataError, match="another one to hold out: give more text"):
         prepare(config)
     assert list((tmp_path / "mine").iterdir()) == []
 
@@ -274,7 +274,7 @@ def test_a_tokenizer_is_trained_on_the_start_of_the_files_and_recorded(
     assert prepare(again) == manifest
     assert mistakes(config) == []
     config.data.tokenizer_vocab_size = 360
-    assert "data.tokenizer_vocab_size was 350 and is 360 now" in mistakes(config)[0]
+    assert "data.tokenizer_vocab_size was 350, now it is 360" in mistakes(config)[0]
 
 
 def test_a_stream_of_one_file_is_refused_with_a_remedy_that_works(
@@ -283,7 +283,7 @@ def test_a_stream_of_one_file_is_refused_with_a_remedy_that_works(
     config = make_config(text_files[:1], streaming=True)
     with process_group("cpu") as ranks, pytest.raises(DataError) as refusal:
         open_data(config, ranks)
-    assert "less than one block of 33: prepare the tokens first" in str(refusal.value)
+    assert "fewer than one block of 33: prepare the tokens first" in str(refusal.value)
     prepared = make_config(text_files[:1], streaming=False)
     prepare(prepared)
     assert mistakes(prepared) == []
@@ -303,5 +303,7 @@ def test_a_run_is_not_validated_on_tokens_that_were_cut_elsewhere_than_those_it_
     assert len(blocks) == manifest.validation.blocks
     extended = make_config(text_files, max_tokens=6_000)
     prepare(extended)
-    with pytest.raises(DataError, match="was cut elsewhere: the run may have trained on what it holds out"):
+    with pytest.raises(
+        DataError, match="has another held-out split: the run may have trained on tokens that are held out there"
+    ):
         open_validation(extended, checkpoint / "hf", tmp_path / "runs" / "mine")

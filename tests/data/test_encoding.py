@@ -1,4 +1,4 @@
-"""Preparation by several processes gives the same bytes as by one, and loses nothing when something goes wrong."""
+"""Preparation with several processes gives the same bytes as with one, and loses nothing on failures."""
 
 import multiprocessing
 import os
@@ -48,7 +48,7 @@ def test_several_processes_give_the_same_bytes(
     several = make_config(parquet, path=str(tmp_path / "several"), max_tokens=13_000)
     prepare(several)
     assert by == [True, True]  # the others were encoded elsewhere
-    # The first two, then one of each three; the limit came in another one, whose tokens are on disk all the same.
+    # The first two, then one in three; the limit was reached in another one, whose tokens are on disk too.
     assert len(chunks) > 6
     assert not chunks[-1].at_rest
     assert [chunk.at_rest for chunk in chunks[:6]] == [True, True, False, False, True, False]
@@ -87,7 +87,7 @@ def test_a_process_that_ends_is_said_and_the_same_command_goes_on(
         return encode(*arguments)
 
     monkeypatch.setattr(encoding, "encode", dying)
-    with pytest.raises(DataError, match="a process that tokenizes has ended"):
+    with pytest.raises(DataError, match="a tokenizing process died"):
         prepare(config)
     assert read(config.data.folder, "progress.json").train.documents > 0
     monkeypatch.setattr(encoding, "encode", encode)

@@ -55,7 +55,7 @@ def test_documents_begin_as_prompts_do_and_end_with_the_tokenizers_own_eos_token
     assert special.isdisjoint(ids[1:-1])
     assert made[name].decode(ids[1:-1]) == SPELLED
 
-    # Saved, it is the same to us and to transformers, whose prompts are documents without their end.
+    # After saving, it is the same for us and for transformers, whose prompts are documents without their end.
     assert tokenizer.save(loaded, tmp_path / "saved") == tokenizer.digest(loaded)
     again = tokenizer.load(str(tmp_path / "saved"))
     assert tokenizer.form(again) == tokenizer.form(loaded) == f"{loaded.begin_of_text} TEXT {end}"
@@ -73,7 +73,8 @@ def test_the_end_of_text_is_a_part_of_what_tells_tokenizers_apart_unless_it_is_t
     )
     assert tokenizer.serialized(base) == tokenizer.serialized(chat)
     assert tokenizer.digest(base) != tokenizer.digest(chat)
-    # One that has <|endoftext|> ends with it, whatever is named: its digest is that of its file, if nothing begins it.
+    # A tokenizer with <|endoftext|> uses it regardless of eos_token; its digest is that of its file if there is no
+    # begin-of-text token.
     own = Tokenizer.from_str(made["llama3"].to_str())
     own.post_processor = processors.ByteLevel(trim_offsets=False)
     own.add_special_tokens(["<|endoftext|>"])
@@ -84,10 +85,10 @@ def test_the_end_of_text_is_a_part_of_what_tells_tokenizers_apart_unless_it_is_t
 
 
 @pytest.mark.parametrize(("config", "said"), [
-    ({"eos_token": "<eos>"}, "source/tokenizer_config.json names '<eos>' as eos_token, which ends every document"),
-    ({"eos_token": ["</s>"]}, "source/tokenizer_config.json names ['</s>'] as eos_token"),
-    ({"bos_token": "<s>"}, "neither tokenizer_config.json nor special_tokens_map.json beside its tokenizer.json"),
-    (None, "name a token of tokenizer.json in tokenizer_config.json (\"eos_token\": \"TOKEN\")"),
+    ({"eos_token": "<eos>"}, "source/tokenizer_config.json defines eos_token as '<eos>', which ends every document"),
+    ({"eos_token": ["</s>"]}, "source/tokenizer_config.json defines eos_token as ['</s>']"),
+    ({"bos_token": "<s>"}, "neither tokenizer_config.json nor special_tokens_map.json in its folder"),
+    (None, "define a token of tokenizer.json in tokenizer_config.json (\"eos_token\": \"TOKEN\")"),
     ([], "source/tokenizer_config.json"),
 ])  # fmt: skip
 def test_a_tokenizer_whose_end_of_text_is_not_known_is_refused(config, said, made, tmp_path):
@@ -110,7 +111,7 @@ def test_the_hubs_copies_say_what_ends_documents(made, tmp_path, monkeypatch):
     (cached / "refs/main").write_text("commit")
     assert tokenizer.load("owner/llama").end_of_text == "</s>"
     (folder / "tokenizer_config.json").unlink()
-    with pytest.raises(DataError, match=r"its tokenizer_config\.json, which names .* is not among the hub's copies"):
+    with pytest.raises(DataError, match=r"its tokenizer_config\.json, which defines .* is not cached"):
         tokenizer.load("owner/llama")
 
     def missing(_, file):
@@ -119,7 +120,7 @@ def test_the_hubs_copies_say_what_ends_documents(made, tmp_path, monkeypatch):
         raise RemoteEntryNotFoundError.__new__(RemoteEntryNotFoundError)
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", missing)
-    with pytest.raises(DataError, match=r"neither tokenizer_config\.json nor special_tokens_map\.json beside its"):
+    with pytest.raises(DataError, match=r"neither tokenizer_config\.json nor special_tokens_map\.json in its folder"):
         tokenizer.load("owner/llama")
 
 
@@ -147,15 +148,15 @@ def test_prepared_mixed_and_streamed_tokens_end_alike_and_those_of_another_end_a
     for end, folder in ((1, config.data.folder), (2, other.data.folder)):
         tokens = np.fromfile(folder / "train.tokens", "<u2")
         assert tokens.tolist() == [i for encoding in plain for i in (0, *encoding.ids, end)]
-    assert prepare(config) == read(config.data.folder) == manifest  # all is there, and nothing is said of it
+    assert prepare(config) == read(config.data.folder) == manifest  # everything is prepared, and nothing is printed
     assert capsys.readouterr().out == ""
 
-    # A run reads the one, and not the other.
+    # A run reads the first, and refuses the second.
     assert mistakes(config) == []
     assert tokenizer.load(str(config.data.folder / "tokenizer")).end_of_text == "<|end_of_text|>"
     run = tmp_path / "runs" / "mine"
     held_out = open_validation(config, config.data.folder / "tokenizer", run)
-    with pytest.raises(DataError, match="prepared with another tokenizer than"):
+    with pytest.raises(DataError, match="prepared with a tokenizer other than"):
         open_validation(config, other.data.folder / "tokenizer", run)
     mixed = [{"data": str(each.data.folder), "weight": 1} for each in (config, other)]
     assert (
@@ -177,7 +178,7 @@ def test_prepared_mixed_and_streamed_tokens_end_alike_and_those_of_another_end_a
     assert packed.begin_of_text_id == streamed.begin_of_text_id == 0
     assert torch.equal(streamed.validation[: len(held_out)], held_out[: len(streamed.validation)])
     assert (batch == 1).sum() == (batch_apart == 2).sum() > 0 == (batch == 2).sum()
-    # In one data.path, each has its own tokenizer's folder.
+    # In one data.path, each tokenizer has its own folder.
     again = replace(streams[1], data=replace(streams[1].data, path=streams[0].data.path))
     with process_group("cpu") as ranks:
         folder = open_data(again, ranks).tokenizer_folder
@@ -187,7 +188,7 @@ def test_prepared_mixed_and_streamed_tokens_end_alike_and_those_of_another_end_a
 
 
 def unigram() -> Tokenizer:
-    """As T5's: </s> is a word of the model, too."""
+    """Like T5's: </s> is also a word of the model."""
     pieces = [("<unk>", 0.0), ("</s>", 0.0), *((letter, -3.0) for letter in "▁</s>abc")]
     own = Tokenizer(models.Unigram(list(dict(pieces).items()), 0))
     own.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -202,7 +203,7 @@ def test_a_text_that_spells_out_its_end_does_not_end_there(texts, tmp_path):
     (tmp_path / "usual").mkdir()
     (tmp_path / "usual/tokenizer.json").write_text(json.dumps(content))
     loaded = tokenizer.load(str(tmp_path / "usual"))
-    assert "<|endoftext|> is a special token now" in loaded.changes[0]
+    assert "<|endoftext|> is now a special token" in loaded.changes[0]
     assert tokenizer.encode(loaded, ["the <|endoftext|> gate"]) == tokenizer.encode(usual, ["the <|endoftext|> gate"])
 
     own = small_tokenizers.write(unigram(), tmp_path / "own", "</s>")
@@ -237,7 +238,7 @@ def test_tokens_of_an_earlier_version_which_left_a_tokenizer_as_it_was_are_gone_
     with process_group("cpu") as ranks:
         held_out = open_data(more, ranks).validation
         next(open_data(streaming, ranks).batches(state))
-    # A checkpoint's tokenizer of this version, and of that one.
+    # A checkpoint's tokenizer from this version, and from an earlier one.
     hf = tmp_path / "hf"
     tokenizer.save(tokenizer.load(str(source)), hf)
     assert Tokenizer.from_file(str(hf / "tokenizer.json")).encode("a").ids[-1] != 2

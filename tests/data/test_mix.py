@@ -1,4 +1,4 @@
-"""Several prepared corpora as one: their shares, an order that sample numbers alone decide, and what is refused."""
+"""Several prepared corpora as one: shares, an order that depends only on sample numbers, and refusals."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -49,8 +49,8 @@ def test_every_period_has_the_shares_and_every_source_all_its_samples_in_turn(mi
     for source in (0, 1):
         assert numbers[of == source].tolist() == list(range((of == source).sum()))
     assert not np.array_equal(of[:MIX_PERIOD], of[MIX_PERIOD : 2 * MIX_PERIOD])
-    assert 0.6 < 1 - of[:200].mean() < 0.8  # mixed, and not one after the other
-    some = np.random.default_rng(0).integers(0, 3 * MIX_PERIOD, 50)  # a number alone says where its sample is
+    assert 0.6 < 1 - of[:200].mean() < 0.8  # mixed, not one after the other
+    some = np.random.default_rng(0).integers(0, 3 * MIX_PERIOD, 50)  # the number alone determines the sample
     assert [int(tokens.places(np.array([n]))[1][0]) for n in some] == numbers[some].tolist()
 
 
@@ -78,7 +78,7 @@ def test_a_position_holds_for_the_same_sources_alone(mixed: Config, tmp_path: Pa
     state = next(opened(mixed).batches(None))[1]
     assert state["samples"] == 8
     assert state["tokens"].keys() == {"a", "b"}
-    with pytest.raises(DataError, match=r"trained on other tokens than .*a, .*b holds now"):
+    with pytest.raises(DataError, match=r"trained on tokens other than those in .*a, .*b"):
         next(opened(mixed).batches({**state, "tokens": {**state["tokens"], "b": "0"}}))
 
 
@@ -94,12 +94,12 @@ def test_each_source_is_validated_and_the_mix_by_shares(mixed: Config, tmp_path:
     )
     assert torch.equal(open_validation(mixed, data.tokenizer_folder, tmp_path / "run"), data.validation)
     (tmp_path / "b" / "validation.tokens").write_bytes(b"")
-    with pytest.raises(DataError, match=r"no prepared tokens in .*/b that are those of .*run"):
+    with pytest.raises(DataError, match=r"the prepared tokens of .*run are not in .*/b"):
         open_validation(mixed, data.tokenizer_folder, tmp_path / "run")
 
 
 def test_a_source_with_few_held_out_blocks_keeps_its_share_of_the_validation(mixed: Config) -> None:
-    """Of 1,000 samples b would have 300, which it has not, nor a its 700."""
+    """Of 1,000 samples, b would need 300 and a 700, more than they have."""
     many = replace(mixed, logging=LoggingConfig(validation_samples=1_000))
     with process_group("cpu") as ranks:
         data = open_data(many, ranks)
@@ -127,7 +127,7 @@ def test_what_is_not_prepared_or_does_not_fit_is_refused(
     assert "prepared with different tokenizers (a with" in refused(tmp_path / "c")
     short = make_config(parquet[:1], path=str(tmp_path / "d"), validation_fraction=0.001, max_tokens=None)
     prepare(replace(short, training=replace(short.training, sequence_length=4)))
-    assert "held-out tokens, and a block of training.sequence_length 32 takes 33 of each" in refused(tmp_path / "d")
+    assert "held-out tokens, but a block of training.sequence_length 32 takes 33 of each" in refused(tmp_path / "d")
     with (tmp_path / "a" / "train.tokens").open("r+b") as file:
         file.write(b"\xff\x00")
     with process_group("cpu") as ranks, pytest.raises(DataError, match=r"a/train\.tokens is corrupt"):
@@ -137,10 +137,10 @@ def test_what_is_not_prepared_or_does_not_fit_is_refused(
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
-        (["data.mix=[{data: a}]"], "data.mix has {'data': 'a'}: each of its sources is {data: NAME, weight: W}"),
-        (["data.mix=[{data: a, weight: 0}]"], "each of its sources is {data: NAME, weight: W}"),
-        (["data.mix=[{data: a, weight: true}]"], "each of its sources is {data: NAME, weight: W}"),
-        (["data.mix=[{data: a, weight: 1, x: 2}]"], "each of its sources is {data: NAME, weight: W}"),
+        (["data.mix=[{data: a}]"], "data.mix has {'data': 'a'}: each of its sources must be {data: NAME, weight: W}"),
+        (["data.mix=[{data: a, weight: 0}]"], "each of its sources must be {data: NAME, weight: W}"),
+        (["data.mix=[{data: a, weight: true}]"], "each of its sources must be {data: NAME, weight: W}"),
+        (["data.mix=[{data: a, weight: 1, x: 2}]"], "each of its sources must be {data: NAME, weight: W}"),
         (["data.mix=[{data: a, weight: 1}, {data: x/a, weight: 1}]"], "data.mix has 2 sources called a"),
         (["data.mix=[{data: a, weight: 1}, {data: b, weight: 1e-5}]"], "gives b less than 0.0001 of all samples"),
         (["data.mix=[{data: a, weight: 1}]", "data.max_tokens=999"], "data.max_tokens is 999 with data.mix"),
@@ -154,7 +154,7 @@ def test_mixes_that_cannot_be_are_refused_by_name(typed: list[str], message: str
 
 
 def test_a_mix_is_a_list_of_sources_whose_folders_may_move() -> None:
-    with pytest.raises(ConfigError, match=r"data.mix is a: it must be a list of mappings, as \[\{a: b\}\]"):
+    with pytest.raises(ConfigError, match=r"data.mix is a: it must be a list of mappings, like \[\{a: b\}\]"):
         from_overrides(["data.mix=a"])
     here, there = (from_overrides([f"data.mix=[{{data: {path}, weight: 0.5}}]"]) for path in ("a", "/mnt/a"))
     assert mix.folders(here.data) == {"a": Path("data/a")}

@@ -40,18 +40,18 @@ def test_the_embedded_corpus_prepares_itself(tmp_path: Path) -> None:
     assert data.end_of_text_id == 0
     assert (data.tokenizer_folder / "tokenizer_config.json").is_file()
     manifest = read(tmp_path / "docs")
-    assert manifest.exhausted  # however few steps: the next run may want more
+    assert manifest.exhausted  # regardless of the steps: the next run may need more
     assert manifest.train.tokens > 500_000
     assert manifest.vocab_size == 1_024
     config.data.tokenizer_vocab_size = 512
     (found,) = mistakes(config)
-    assert "data.tokenizer_vocab_size was 1024 and is 512 now" in found
+    assert "data.tokenizer_vocab_size was 1024, now it is 512" in found
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused_before_it_is_trained(tmp_path: Path) -> None:
     config = Config(model=ModelConfig(vocab_size=1_024), data=DataConfig(path=str(tmp_path / "docs")))
     (found,) = mistakes(config)
-    assert "has 4,096 ids and model.vocab_size is 1,024" in found
+    assert "has 4,096 ids, but model.vocab_size is 1,024" in found
 
 
 def test_what_is_not_prepared_or_corrupt_is_refused(make_config: MakeConfig, parquet: list[str]) -> None:
@@ -76,7 +76,7 @@ def test_streaming_mistakes_come_before_anything_is_written(make_config: MakeCon
     assert mistakes(config) == []
     config.model.vocab_size = 100
     (found,) = mistakes(config)
-    assert "has 400 ids and model.vocab_size is 100" in found
+    assert "has 400 ids, but model.vocab_size is 100" in found
     with process_group("cpu") as ranks, pytest.raises(DataError, match="400 ids"):
         open_data(config, ranks)
     assert not Path(config.data.path).exists()
@@ -134,7 +134,7 @@ def test_the_held_out_blocks_of_a_run_are_found_from_another_folder_and_after_a_
     monkeypatch.chdir(elsewhere)
     assert torch.equal(open_validation(config, tokenizer_folder, run), expected)
 
-    # Tokens here that are others by their recipe are passed over.
+    # Tokens here with another recipe are skipped.
     prepare(make_config(parquet, path="data/files", validation_fraction=0.2))
     assert torch.equal(open_validation(config, tokenizer_folder, run), expected)
 
@@ -147,7 +147,7 @@ def test_the_held_out_blocks_of_a_run_are_found_from_another_folder_and_after_a_
     with pytest.raises(DataError) as refusal:
         open_validation(config, tokenizer_folder, moved / "runs" / "mine")
     for said in (
-        f"{elsewhere}/data/files was prepared from something else (data.validation_fraction was 0.2 and is 0.1 now)",
+        f"{elsewhere}/data/files was prepared with other settings (data.validation_fraction was 0.2, now it is 0.1)",
         f"{moved}/runs/data/files/manifest.json is missing",
         f"{moved}/data/files/validation.tokens is missing",
         "python -m sparsellm.prepare_data data=files",
@@ -161,10 +161,10 @@ def test_tokens_of_another_tokenizer_and_those_that_are_gone_are_not_a_runs(
     config = make_config(parquet)
     prepare(config)
     tokenizer.save(tokenizer.train(texts[:300], 390), tmp_path / "other")
-    with pytest.raises(DataError, match="prepared with another tokenizer than"):
+    with pytest.raises(DataError, match="prepared with a tokenizer other than"):
         open_validation(config, tmp_path / "other", tmp_path / "runs" / "mine")
     gone = make_config(parquet, path=str(tmp_path / "gone"))
-    with pytest.raises(DataError) as refusal:  # an absolute path has one place
+    with pytest.raises(DataError) as refusal:  # an absolute path is only looked for in one place
         open_validation(gone, tokenizer_folder, tmp_path / "runs" / "mine")
     assert str(refusal.value).count("is missing") == 1
     assert f"{tmp_path}/gone/manifest.json is missing" in str(refusal.value)
@@ -180,5 +180,5 @@ def test_the_files_of_a_streaming_run_are_found_from_another_folder(
     run.mkdir(parents=True)
     monkeypatch.chdir(run)
     assert torch.equal(open_validation(config, tokenizer_folder, run), expected)
-    with pytest.raises(DataError, match="are neither under the working directory nor under a folder that the run lies"):
+    with pytest.raises(DataError, match="are neither under the working directory nor under a parent of the run's"):
         open_validation(make_config(["none-*.parquet"], streaming=True), tokenizer_folder, run)

@@ -93,10 +93,10 @@ def test_a_resume_gives_what_followed(packed: PackedTokens, workers: int) -> Non
     expected = steps(replace(packed, workers=0), 30)
     handed_out = list(islice(packed.batches(None), 9))
     state = handed_out[-1][1]
-    assert state["samples"] == 9 * 64  # workers have read further
+    assert state["samples"] == 9 * 64  # workers have read ahead
     assert torch.equal(torch.stack([batch for batch, _ in handed_out]), expected[:9])
     assert torch.equal(steps(packed, 21, state), expected[9:])
-    # On another number of ranks, too.
+    # Also with another number of ranks.
     shares = [steps(replace(packed, rank=r, world_size=2), 21, state) for r in range(2)]
     assert torch.equal(torch.cat(shares, dim=1), expected[9:])
 
@@ -108,7 +108,7 @@ def test_a_start_draws_nothing_from_the_global_generator(packed: PackedTokens) -
 
 
 def test_a_position_in_other_tokens_is_refused(packed: PackedTokens) -> None:
-    with pytest.raises(DataError, match="trained on other tokens"):
+    with pytest.raises(DataError, match="trained on tokens other than"):
         next(packed.batches({"samples": 64, "tokens": "0123456789abcdef"}))
 
 
@@ -118,7 +118,7 @@ def test_validation_is_the_held_out_blocks_and_no_training_block(packed: PackedT
     assert validation.dtype == torch.int64
     assert len(packed.validation(10**6)) == packed.manifest.validation.blocks < 10**6
     whole = packed.validation(10**6)
-    assert torch.equal(whole[torch.arange(10) * len(whole) // 10], validation)  # not the first files' alone
+    assert torch.equal(whole[torch.arange(10) * len(whole) // 10], validation)  # not only from the first files
     assert as_set(validation).isdisjoint(as_set(all_blocks(packed)))
 
 
@@ -189,7 +189,7 @@ def test_a_loaders_processes_end_at_once_with_a_trainer_that_is_killed() -> None
     workers = [int(pid) for pid in killed.stdout.readline().split()]
     assert len(workers) == 2
     killed.wait(30)
-    time.sleep(1)  # left to themselves, workers look for their parent every 5 s
+    time.sleep(1)  # by default, workers check for their parent every 5 s
     assert [pid for pid in workers if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"] == []
 
 
@@ -220,13 +220,13 @@ def test_a_worker_that_is_killed_while_others_start_was_killed(
     def kills() -> int:
         if forks:
             os.kill(forks[0], signal.SIGKILL)
-            time.sleep(0.5)  # torch hears of it while the next one starts
+            time.sleep(0.5)  # torch notices while the next one starts
         if (child := fork()) != 0:
             forks.append(child)
         return child
 
     monkeypatch.setattr(os, "fork", kills)
-    with pytest.raises(DataError, match=r"a data worker .*was killed, as the system does where memory is short"):
+    with pytest.raises(DataError, match=r"a data worker .*was killed, perhaps by the system for lack of memory"):
         list(zip(range(100), replace(packed, workers=2).batches(None), strict=False))
     assert not multiprocessing.active_children()
 
@@ -253,7 +253,7 @@ def test_a_worker_that_is_killed_is_an_error_only_where_its_batches_are_missing(
     (worker,) = multiprocessing.active_children()
     os.kill(worker.pid, signal.SIGKILL)
     worker.join(30)
-    assert signal.getsignal(signal.SIGCHLD) == before  # torch's would raise here, in the middle of whatever goes on
+    assert signal.getsignal(signal.SIGCHLD) == before  # torch's handler would raise here, in the middle of any code
     killed = rf"a data worker \(process {worker.pid}\) was killed, .* lower runtime.data_workers"
     with pytest.raises(DataError, match=killed):
         deque(batches, maxlen=0)

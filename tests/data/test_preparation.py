@@ -25,7 +25,7 @@ MakeConfig = Callable[..., Config]
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """sha256 of all that was prepared."""
+    """sha256 of everything that was prepared."""
     files = [
         path for path in sorted(folder.rglob("*")) if path.is_file() and path.name not in ("lock", "verified.json")
     ]
@@ -53,7 +53,7 @@ def test_every_document_is_in_its_split_once_and_ends_with_end_of_text(
         assert all(document[-1] == manifest.end_of_text_id == 0 for document in found)
         counts = getattr(manifest, split)
         assert (counts.documents, counts.tokens) == (len(expected), sum(map(len, found)))
-        # Blocks of 32 + 1 tokens, one starting every 32; the tail is what no block reaches.
+        # Blocks of 32 + 1 tokens, one starting every 32; the tail is not in any block.
         assert counts.blocks == (counts.tokens - 1) // 32 > 1
         assert counts.dropped_tail == counts.tokens - (counts.blocks * 32 + 1) < 32
     assert manifest.empty_documents == 12
@@ -82,7 +82,7 @@ def test_max_tokens_stops_at_the_document_that_reaches_it_and_more_can_be_added(
 
     limited.data.max_tokens = 5_000
     (found,) = mistakes(limited)
-    assert f"holds {first.train.tokens:,} of the 5,000 training tokens asked for" in found
+    assert f"holds {first.train.tokens:,} of the 5,000 requested training tokens" in found
     prepare(limited)
     direct = make_config(parquet, max_tokens=5_000, path=str(tmp_path / "direct"))
     prepare(direct)
@@ -178,7 +178,7 @@ def test_stopped_between_the_last_document_and_the_manifest_it_adds_nothing(
 def test_a_hub_data_set_is_prepared_with_the_licence_of_its_card(
     make_config: MakeConfig, parquet: list[str], tmp_path: Path
 ) -> None:
-    # A local copy of a repository takes the same way through the library as one on the hub.
+    # A local copy of a repository uses the same code path of the library as one on the hub.
     (tmp_path / "README.md").write_text("---\nlicense: odc-by\n---\n")
     config = make_config([], source=Source.hub, dataset=str(tmp_path))
     manifest = prepare(config)
@@ -230,7 +230,7 @@ def test_a_changed_byte_is_found_and_named(make_config: MakeConfig, parquet: lis
         byte = file.read(1)[0]
         file.seek(100)
         file.write(bytes([byte ^ 1]))
-    with pytest.raises(DataError, match=rf"prepared/{name} is corrupt: .* delete"):
+    with pytest.raises(DataError, match=rf"prepared/{name} is corrupt .* delete"):
         verify(manifest, folder)
 
 
@@ -272,8 +272,8 @@ def test_other_keys_than_it_was_prepared_with_are_refused_by_name(
         prepare(config)
     for found in (mistakes(config), [str(refusal.value)]):
         assert len(found) == 1
-        assert "data.validation_fraction was 0.1 and is 0.2 now" in found[0]
-        assert "data.text_column was 'text' and is 'other' now" in found[0]
+        assert "data.validation_fraction was 0.1, now it is 0.2" in found[0]
+        assert "data.text_column was 'text', now it is 'other'" in found[0]
         assert "tokenizer" not in found[0]
 
 
@@ -286,11 +286,11 @@ def test_more_tokens_are_refused_where_a_file_that_was_read_changed_and_taken_wh
     Path(parquet[5]).write_bytes(other)
     Path(parquet[0]).write_bytes(other)
     config.data.max_tokens = 2_000
-    with pytest.raises(DataError, match=r"part-0\.parquet has changed since .*: prepare the text as it is"):
+    with pytest.raises(DataError, match=r"part-0\.parquet has changed since .*: prepare the current text"):
         prepare(config)
     Path(parquet[0]).write_bytes(whole)
     assert prepare(config).train.tokens >= 2_000
-    assert f"{parquet[5]}, not read to the end" in capsys.readouterr().out
+    assert f"{parquet[5]}, not completely read" in capsys.readouterr().out
 
 
 def test_damage_is_found_before_a_folder_is_extended(make_config: MakeConfig, parquet: list[str]) -> None:
@@ -311,7 +311,7 @@ def test_vocabulary_and_size_are_held_against_the_run(make_config: MakeConfig, p
     found = mistakes(config)
     assert len(found) == 2
     assert "a block of training.sequence_length 1000000 takes 1,000,001 of each: shorten" in found[0]
-    assert "has 400 ids and model.vocab_size is 399" in found[1]
+    assert "has 400 ids, but model.vocab_size is 399" in found[1]
 
 
 def test_a_local_tokenizer_that_changed_since_is_refused(
@@ -384,11 +384,11 @@ def test_a_source_file_with_one_changed_byte_is_refused_when_more_is_wanted(
     for file, some in zip(files, (texts[:300], texts[300:]), strict=True):
         file.write_text("".join(json.dumps({"text": text}) + "\n" for text in some))
     config = make_config([str(file) for file in files], max_tokens=1_000)
-    assert list(prepare(config).source_checksums) == [str(files[0])]  # as far as documents were read
+    assert list(prepare(config).source_checksums) == [str(files[0])]  # only files from which documents were read
     config.data.max_tokens = 2_000
     whole = files[0].read_bytes()
     files[0].write_bytes(whole.replace(b"sparse", b"sparsf", 1))
-    with pytest.raises(DataError, match=r"a\.jsonl has changed since .* was prepared, .*bring the text back"):
+    with pytest.raises(DataError, match=r"a\.jsonl has changed since .* was prepared, .*restore the old text"):
         prepare(config)
     files[0].write_bytes(whole)
     assert prepare(config).train.tokens >= 2_000
@@ -431,9 +431,9 @@ def test_a_full_disk_is_one_sentence_and_the_same_call_goes_on(
         with pytest.raises(DataError) as refusal:
             prepare(config)
     said = str(refusal.value)
-    assert said.startswith(f"data.path={config.data.path} cannot be written, for the disk is full (No space left")
+    assert said.startswith(f"data.path={config.data.path} cannot be written because the disk is full (No space left")
     assert "MiB are free there" in said
-    assert ("the same command goes on, after the" in said) == Path(config.data.path).exists()
+    assert ("run the same command again: it continues after the" in said) == Path(config.data.path).exists()
     assert not list(tmp_path.rglob("*.partial"))
     assert prepare(config) == expected
     assert contents(Path(config.data.path)) == contents(tmp_path / "straight")

@@ -21,7 +21,7 @@ from sparsellm.data.request import Request
 def refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[[list[str]], str]:
-    """What the command line says, in an empty folder, when it refuses its arguments."""
+    """The output of the command line in an empty folder when it refuses its arguments."""
 
     def run(arguments: list[str]) -> str:
         monkeypatch.chdir(tmp_path)
@@ -40,7 +40,7 @@ def test_an_interrupted_preparation_says_that_it_goes_on_and_not_that_it_starts_
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(prepare_data, "prepare", interrupted)
     assert prepare_data.main([], "prepare_data") == 130
-    assert "stopped; the same command goes on from the tokens that are prepared" in capsys.readouterr().err
+    assert "stopped; run the same command to continue from the prepared tokens" in capsys.readouterr().err
 
 
 def test_the_command_in_a_refusal_prepares_what_was_missing(
@@ -58,7 +58,7 @@ def test_the_command_in_a_refusal_prepares_what_was_missing(
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     assert "Preparing 2,561 training tokens (data.max_tokens) in" in done.stdout
-    assert "left out: " in done.stdout
+    assert "skipped: " in done.stdout
     assert mistakes(config) == []
     assert read(Path(config.data.path)).train.tokens >= 2_561
 
@@ -120,15 +120,15 @@ def test_too_little_text_is_refused_with_the_length_that_fits_and_leaves_nothing
     (tmp_path / "one.txt").write_text("block token stream\n" * 40)
     arguments = ["data=files", "data.files=[one.txt]", f"data.tokenizer={tokenizer_folder}"]
     found = refused(arguments)
-    length = int(re.search(r"needs a block of 257 .* shorten training.sequence_length to (\d+) at most", found)[1])
+    length = int(re.search(r"needs a block of 257 .* shorten training.sequence_length to at most (\d+)", found)[1])
     assert [path.name for path in tmp_path.iterdir()] == ["one.txt"]
     assert prepare_data.main([*arguments, f"training.sequence_length={length}"], "prepare_data") == 0
     assert "data/files is ready" in capsys.readouterr().out
     again = [*arguments, f"training.sequence_length={length + 1}"]
-    assert f"shorten training.sequence_length to {length} at most" in refused([*again, "data.path=other"])
+    assert f"shorten training.sequence_length to at most {length}" in refused([*again, "data.path=other"])
     assert not (tmp_path / "other").exists()
-    # The folder that is there is as short, and keeps its tokens.
-    assert f"shorten training.sequence_length to {length} at most, or give more text" in refused(again)
+    # The existing folder is equally short, and keeps its tokens.
+    assert f"shorten training.sequence_length to at most {length}, or give more text" in refused(again)
     assert (tmp_path / "data" / "files" / "manifest.json").exists()
 
 
@@ -141,8 +141,8 @@ def test_one_text_file_alone_is_prepared_with_no_tokenizer_and_no_network(
     assert prepare_data.main(arguments, "prepare_data") == 0
     said = capsys.readouterr().out
     assert "training a tokenizer of 500 ids on the first" in said
-    assert "the documents are too few to hold out whole ones: held out are the last 257 tokens of the text" in said
-    assert "the source has no more: training on 819,201 tokens will repeat it" in said
+    assert "too few documents to hold out whole ones: the last 257 tokens of the text are held out" in said
+    assert "the source is exhausted: training on 819,201 tokens will repeat it" in said
     config = from_overrides(arguments)
     assert mistakes(config) == []
     assert Request.of(config).command().count("data.tokenizer_vocab_size=500") == 1
@@ -157,8 +157,8 @@ def test_nothing_is_said_to_be_ready_before_all_that_training_checks_is(
     assert prepare_data.main(arguments, "prepare_data") == 0
     capsys.readouterr()
     for change, expected in (
-        ("training.sequence_length=300", "shorten training.sequence_length to 256 at most"),
-        ("model.vocab_size=400", "has 500 ids and model.vocab_size is 400"),
+        ("training.sequence_length=300", "shorten training.sequence_length to at most 256"),
+        ("model.vocab_size=400", "has 500 ids, but model.vocab_size is 400"),
     ):
         assert prepare_data.main([*arguments, change], "prepare_data") == 2
         said = capsys.readouterr()
@@ -174,10 +174,10 @@ def test_a_tokenizer_too_large_for_the_model_is_refused_before_anything_is_read(
     monkeypatch.setattr(corpus, "read", lambda *_: pytest.fail("the text was read"))
     arguments = ["data=files", "data.files=[input.txt]", "model.vocab_size=399"]
     found = refused([*arguments, f"data.tokenizer={tokenizer_folder}"])
-    assert f"the tokenizer of data.tokenizer={tokenizer_folder} has 400 ids and model.vocab_size is 399" in found
-    assert "model.vocab_size=400), or have one trained on the text (data.tokenizer=null" in found
+    assert f"the tokenizer of data.tokenizer={tokenizer_folder} has 400 ids, but model.vocab_size is 399" in found
+    assert "model.vocab_size=400), or train one on the text (data.tokenizer=null" in found
     assert "(data.tokenizer_vocab_size=4096) has 4,096 ids" in refused(arguments)
-    # One of the hub, as soon as it is here.
+    # A hub tokenizer, once it is cached.
     large = tokenizer.load(str(tokenizer_folder))
     monkeypatch.setattr(tokenizer, "load", lambda *_: large)
     assert "the tokenizer of data.tokenizer=owner/name has 400 ids" in refused(

@@ -78,9 +78,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path, name: str) -> None:
     for encoding in ("utf-16", "utf-32"):
         wide = written(tmp_path / name, packed(content.decode().encode(encoding)))
         unpacked = wide.removesuffix(".gz")
-        with pytest.raises(
-            DataError, match=f"is {encoding.upper()}, and .*iconv -f {encoding.upper()} .* {unpacked} >"
-        ):
+        with pytest.raises(DataError, match=f"is {encoding.upper()}: .*iconv -f {encoding.upper()} .* {unpacked} >"):
             read(wide)
 
 
@@ -95,9 +93,9 @@ def test_every_compression_is_read_in_several_parts_and_torn_ones_are_refused(
     packed = bytes(pack(content))
     file = written(tmp_path / f"a.jsonl.{ending}", packed * 2)
     assert read(file) == [str(i) for i in range(500)] * 2
-    with pytest.raises(DataError, match=r"cannot be read as json: .* Bring back a whole copy"):
+    with pytest.raises(DataError, match=r"cannot be read as json: .* Restore an intact copy"):
         read(written(tmp_path / f"a.jsonl.{ending}", packed[:-10]))
-    with pytest.raises(DataError, match=r"cannot be read as json: .* Bring back a whole copy"):
+    with pytest.raises(DataError, match=r"cannot be read as json: .* Restore an intact copy"):
         read(written(tmp_path / f"a.jsonl.{ending}", content))
 
 
@@ -107,13 +105,13 @@ GOOD = b'{"text": "one"}\n'
 @pytest.mark.parametrize(
     ("bad", "said"),
     [
-        (rb'{"text": "\ud83d"}', r"half of a surrogate pair (\ud83d) stands alone in it"),
+        (rb'{"text": "\ud83d"}', r"it contains an unpaired surrogate (\ud83d)"),
         (b'{"text": "r\xefver"}', "the byte 0xef is not UTF-8; if the text is Latin-1, convert the file (iconv -f"),
-        (b'{"text": "a', "it is no JSON from column 12 on"),
-        (b"[1]", "it holds a list, and should hold an object"),
-        (b'{"text": 5}', "'text' holds a number, and should hold text"),
+        (b'{"text": "a', "it is not JSON from column 12 on"),
+        (b"[1]", "it holds a list: it should hold an object"),
+        (b'{"text": 5}', "'text' holds a number: it should hold text"),
         (b'{"text": ' + b"[" * 100_000, "its JSON cannot be read"),
-        (b"{", "a line must hold all of a record (jq -c ."),
+        (b"{", "each line should hold a whole record (jq -c ."),
     ],
 )
 def test_a_bad_record_is_named_by_its_line_and_the_others_are_read(tmp_path: Path, bad: bytes, said: str) -> None:

@@ -30,7 +30,7 @@ def write(path: Path, texts: list[str], bad: int | None = None) -> Path:
 
 @pytest.fixture
 def files(tmp_path: Path, texts: list[str]) -> list[Path]:
-    """Three files of 200 documents, of an hour ago."""
+    """Three files of 200 documents, modified an hour ago."""
     found = []
     for i, name in enumerate("abc"):
         found.append(write(tmp_path / f"{name}.jsonl", texts[i * 200 : (i + 1) * 200]))
@@ -99,7 +99,7 @@ def test_the_manifest_of_an_earlier_version_knows_sizes_and_what_is_newer(config
     prepare(config)
     (Path(config.data.path) / VERIFIED).unlink()
     assert mistakes(config) == []
-    replaced(files[0])  # of the same size, and by its time from before the preparation
+    replaced(files[0])  # same size, and a modification time before the preparation
     assert mistakes(config) == []
     os.utime(files[0])
     (found,) = mistakes(config)
@@ -125,7 +125,7 @@ def test_a_run_that_has_begun_goes_on_with_its_tokens(
         configuration.save(config, config.run.folder / "config.yaml")
         assert mistakes(config) == []
         open_data(config, ranks)
-    assert f"{files[0]} has changed since {config.data.path} was prepared: the run goes on" in capsys.readouterr().err
+    assert f"{files[0]} has changed since {config.data.path} was prepared: the run continues" in capsys.readouterr().err
 
 
 def test_tokens_are_read_once_and_again_where_they_changed_or_on_demand(
@@ -180,7 +180,7 @@ def test_a_long_file_is_read_by_threads_and_has_the_checksum_of_its_bytes(
 
 @pytest.fixture
 def failed(config: Config, texts: list[str], monkeypatch: pytest.MonkeyPatch) -> Config:
-    """A preparation that has ended at a bad record in the middle of the second file, some of which is prepared."""
+    """A preparation that ended at a bad record in the middle of the second file, which is partly prepared."""
     monkeypatch.setattr(corpus, "CHUNK_CHARACTERS", 2_000)
     second = Path(config.data.path).with_name("b.jsonl")
     reading = corpus.read
@@ -219,7 +219,7 @@ def test_a_file_that_cannot_be_read_to_its_end_may_be_mended_or_left_out(
         failed.data.files = [str(files[0]), str(files[2])]
     else:
         files[2].unlink()
-    if stopped:  # between what is cut off and what comes next
+    if stopped:  # between the rollback and the next document
         with monkeypatch.context() as patch:
             patch.setattr(preparation, "_write_tokens", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
@@ -229,7 +229,7 @@ def test_a_file_that_cannot_be_read_to_its_end_may_be_mended_or_left_out(
     assert prepare(straight) == manifest
     assert tokens(straight) == tokens(failed)
     verify(manifest, Path(failed.data.path))
-    assert "changed or went: the preparation goes on" in capsys.readouterr().out
+    assert "changed or disappeared: the preparation continues" in capsys.readouterr().out
     assert mistakes(failed) == []
 
 
@@ -240,7 +240,7 @@ def test_a_file_that_was_read_to_its_end_may_not_change_and_none_may_come(failed
         prepare(failed)
     files[0].write_bytes(whole)
     shutil.copy(files[0], files[0].with_name("aa.jsonl"))
-    with pytest.raises(DataError, match=r"aa\.jsonl was not there when the preparation of .* began"):
+    with pytest.raises(DataError, match=r"aa\.jsonl was not there when the preparation of .* started"):
         prepare(failed)
 
 
@@ -261,7 +261,7 @@ def test_a_file_that_changes_while_it_is_read_is_named(
 
     with monkeypatch.context() as patch:
         patch.setattr(corpus, "read", meanwhile)
-        with pytest.raises(DataError, match=r"b\.jsonl was changed while it was read"):
+        with pytest.raises(DataError, match=r"b\.jsonl was changed while it was being read"):
             prepare(config)
     manifest = prepare(config)
     assert prepare(make_config(config.data.files, path=f"{config.data.path}-straight")) == manifest

@@ -52,7 +52,7 @@ def tokens_of(stream: TokenStream, texts: list[str]) -> list[int]:
 
 
 def test_an_epoch_holds_the_training_documents_in_the_order_of_its_files(stream: TokenStream, texts: list[str]) -> None:
-    """Undo the shuffling inside groups: blocks chain by their shared token."""
+    """Undo the shuffling inside groups: consecutive blocks share a token."""
     kept = {text for i, text in enumerate(texts) if i % 50 != 49 and not corpus.is_held_out(text, 0.1)}
     groups = stream._groups(BEGIN)
     blocks = torch.cat([torch.from_numpy(group.copy()) for _, group in islice(groups, 40)])
@@ -119,13 +119,13 @@ def test_validation_is_held_out_and_the_same_as_when_prepared(
 
 def test_another_number_of_ranks_another_rank_and_other_files_are_refused_by_name(stream: TokenStream) -> None:
     ((_, state),) = take(stream, 1)
-    with pytest.raises(DataError, match="saved with world_size 1 and world_size is 2 now"):
+    with pytest.raises(DataError, match="saved with world_size 1, but world_size is now 2"):
         take(replace(stream, world_size=2), 1, state)
     ((_, state),) = take(replace(stream, world_size=2), 1)
-    with pytest.raises(DataError, match="saved with rank 0 and rank is 1 now"):
+    with pytest.raises(DataError, match="saved with rank 0, but rank is now 1"):
         take(replace(stream, rank=1, world_size=2), 1, state)
     more = {"files": {**stream.files, "later.parquet": 1}, "ends": {**stream.ends, "later.parquet": "0"}}
-    with pytest.raises(DataError, match=r"saved with files .* \(later\.parquet came later\)"):
+    with pytest.raises(DataError, match=r"saved with files .* \(later\.parquet added later\)"):
         take(replace(stream, **more, world_size=2), 1, state)
     state["ends"], state["sizes"] = {}, {}  # like those of hub files, which only the digest can tell
     with pytest.raises(DataError, match="saved with files"):
@@ -136,7 +136,9 @@ def test_another_tokenizer_is_refused_by_name(stream: TokenStream, texts: list[s
     ((_, state),) = take(stream, 1)
     tokenizer.save(tokenizer.train(texts, 350), tmp_path / "other")
     other = replace(stream, tokenizer_folder=tmp_path / "other")
-    with pytest.raises(DataError, match=r"the data position was saved with tokenizer [0-9a-f]{16} and tokenizer is"):
+    with pytest.raises(
+        DataError, match=r"the data position was saved with tokenizer [0-9a-f]{16}, but tokenizer is now"
+    ):
         take(other, 1, state)
 
 
@@ -168,7 +170,7 @@ def position(stream: TokenStream, file: int) -> dict:
 def test_a_file_that_was_read_to_its_end_may_not_change_or_go(stream: TokenStream) -> None:
     state, (first, *_) = position(stream, 2), order_of(stream)
     for other in (without(stream, first), changed(stream, first)):
-        with pytest.raises(DataError, match=f"{Path(first).name}: of another content, or gone, since the run has read"):
+        with pytest.raises(DataError, match=f"{Path(first).name} changed or disappeared after the run had read"):
             take(other, 1, state)
     del state["sizes"]  # like a state saved before 0.1.0
     assert take(stream, 1, state)
@@ -182,8 +184,8 @@ def test_a_later_file_may_change_or_go_and_nothing_is_read_twice(
     for other in (without(stream, order[4]), changed(stream, order[4])):
         rest = take(other, 140, state)
         assert all(torch.equal(a, b) for (a, _), (b, _) in zip(rest[:12], follows, strict=True))
-        assert f"{order[4]} changed or went before" in capsys.readouterr().err
-        # Its own states go on in the files as they are now, in later epochs, too.
+        assert f"{order[4]} changed or disappeared before" in capsys.readouterr().err
+        # Its own states resume with the current files, in later epochs too.
         again = take(other, 10, json.loads(json.dumps(rest[129][1])))
         for (batch, after), (expected, expected_after) in zip(again, rest[130:], strict=True):
             assert torch.equal(batch, expected)
@@ -197,7 +199,7 @@ def training_tokens(stream: TokenStream, name: str) -> list[int]:
 
 
 def in_order(stream: TokenStream, state: dict) -> list[int]:
-    """The tokens of the group that comes next, unshuffled."""
+    """The tokens of the next group, unshuffled."""
     _, resumed = stream._since(state)
     _, group = next(stream._since(state)[0]._groups(resumed))
     assert resumed["given"] == 0
@@ -215,7 +217,7 @@ def test_the_file_that_is_being_read_begins_again_where_it_changed_and_the_next_
     other = changed(stream, order[1])
     expected = training_tokens(other, order[1])
     assert in_order(other, state) == expected[: GROUP * LENGTH]
-    assert "are made again, about" in capsys.readouterr().err
+    assert "are repeated, about" in capsys.readouterr().err
 
 
 def test_where_a_group_goes_into_a_changed_file_it_is_collected_again(stream: TokenStream) -> None:
@@ -249,12 +251,12 @@ def test_the_ends_of_a_file_are_its_first_and_last_mebibyte(tmp_path: Path, size
 
 
 def test_a_rank_without_files_is_refused(stream: TokenStream) -> None:
-    with pytest.raises(DataError, match="there are 6 for 7 ranks"):
+    with pytest.raises(DataError, match="there are 6 files for 7 ranks"):
         replace(stream, world_size=7)
 
 
 def test_a_stream_with_nothing_to_train_on_stops(stream: TokenStream) -> None:
-    with pytest.raises(DataError, match="hold no document to train on"):
+    with pytest.raises(DataError, match="contain no document to train on"):
         take(replace(stream, validation_fraction=1.0), 1)
-    with pytest.raises(DataError, match=r"less than one block of 33: prepare the tokens first"):
+    with pytest.raises(DataError, match=r"fewer than one block of 33: prepare the tokens first"):
         replace(stream, validation_fraction=0.0).validation(1)

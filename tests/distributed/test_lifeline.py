@@ -137,7 +137,7 @@ def test_a_rank_that_says_nothing_is_named_and_then_given_up(ended, impatient):
     stop(lines[2])
     wait_for(ended, 3)
     assert impatient[0].startswith(f"sparsellm: {lines[2].me} has not answered for ")
-    assert "it is stopped (`kill -CONT` lets it go on), or its machine hangs. All ranks end if" in impatient[0]
+    assert "it is stopped (`kill -CONT` resumes it), or its machine hangs. All ranks will end if" in impatient[0]
     assert len(impatient) == 1
     assert {why.partition(" for ")[0] for why in ended.values()} == {f"{lines[2].me} has not answered"}
     assert ended.keys() >= {0, 1}
@@ -161,8 +161,8 @@ def test_a_rank_that_is_behind_is_named_and_said_to_go_on(ended, impatient):
     begin(3, [lines[1]])
     until(lambda: len(impatient) == 2)
     assert impatient[0].startswith(f"sparsellm: {lines[1].me} has kept the other ranks waiting for ")
-    assert "in or after step 2 (py-spy on its host shows what it does). All ranks end if" in impatient[0]
-    assert impatient[1] == f"sparsellm: {lines[1].me} goes on"
+    assert "in or after step 2 (py-spy on its host shows what it is doing). All ranks will end if" in impatient[0]
+    assert impatient[1] == f"sparsellm: {lines[1].me} continues"
     assert ended == {}
     begin(4, [lines[1], lines[2]])  # rank 0 waits for itself no longer than for others
     wait_for(ended, 3)
@@ -214,7 +214,7 @@ def test_ranks_that_do_not_come_are_named(ended, monkeypatch):
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as pool:
         first, third = (pool.submit(Lifeline, store, "localhost", rank, 4) for rank in (0, 2))
-        with pytest.raises(RanksMissing, match=r"2 of 4 ranks have not come in 0.5 s: \[1, 3\]"):
+        with pytest.raises(RanksMissing, match=r"2 of 4 ranks have not joined within 0.5 s: \[1, 3\]"):
             first.result()
         third.result()
     with pytest.raises(RanksMissing, match=r"rank 1 .* has not reached rank 0 on localhost"):

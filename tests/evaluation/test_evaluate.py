@@ -313,11 +313,11 @@ def test_a_task_that_fails_leaves_the_others(bare, rows, tmp_path, capsys):
     found = evaluate_checkpoint(EvaluateConfig(checkpoint=str(bare), data_dir=str(local), tasks=names))
     assert list(found["tasks"]) == ["arc_challenge"]
     said = capsys.readouterr().err
-    assert said.count(f"{bare} has no COMMITTED file beside it") == 1
+    assert said.count(f"{bare} has no COMMITTED file") == 1
     assert "it should have validation.jsonl" in found["failed"]["piqa"]
     assert "piqa  failed\n" in said  # the table says why
     assert "it should have validation.jsonl" not in said
-    assert "row 7: sentence is 'no gap', and should be a text with a gap, _" in found["failed"]["winogrande"]
+    assert "row 7: sentence is 'no gap': it should be a text with a gap, _" in found["failed"]["winogrande"]
     assert (found["mean"], found["validation"], found["step"]) == (None, None, None)
 
 
@@ -375,7 +375,7 @@ def test_results_are_merged_by_task(run, rows):
     )
     mixed = evaluated("arc_easy")
     assert mixed["mean"] is None
-    assert "mean of 3  none, for the scores differ in lm_eval" in results.table(mixed, ["piqa"])
+    assert "mean of 3  none: settings differ (lm_eval" in results.table(mixed, ["piqa"])
     path.write_text(json.dumps(part))
     assert evaluated("piqa")["mean"] == alone["mean"]
 
@@ -443,7 +443,7 @@ def test_an_attempt_that_fails_removes_nothing(bare, rows, tmp_path, monkeypatch
     assert evaluate_checkpoint(nothing, recorded.append, partial(evaluate.show, config.tasks))["tasks"] == {}
     assert not (fresh / "results.json").exists()
     assert recorded == []
-    assert f"nothing has a score, so there is no {fresh}/results.json" in capsys.readouterr().out
+    assert f"there are no scores, so {fresh}/results.json" in capsys.readouterr().out
 
 
 def test_scores_of_other_weights_never_stay(bare, rows, tmp_path):
@@ -473,7 +473,7 @@ def test_limit_and_requests_beyond_the_context(bare, tmp_path):
         EvaluateConfig(checkpoint=str(bare), data_dir=str(tmp_path / "rows"), tasks=["piqa"], limit=2)
     )
     assert found["tasks"]["piqa"]["rows"] == 2
-    assert found["tasks"]["piqa"]["note"] == "4 requests exceed the context of 192 tokens: cut on the left"
+    assert found["tasks"]["piqa"]["note"] == "4 requests exceed the context of 192 tokens and are truncated on the left"
 
 
 def test_without_its_tokens_a_run_has_scores_but_no_validation(run, rows):
@@ -527,7 +527,7 @@ def test_every_mistake_at_once(rows):
         "limit is 0",
         "batch_size is 0",
         "tasks has pica",
-        "tasks names one twice",
+        "tasks has duplicates",
     ):
         assert any(mistake.startswith(start) for mistake in found), start
     assert len(found) == 6

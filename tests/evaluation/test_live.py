@@ -1,4 +1,4 @@
-"""Evaluations in the middle of training: the checkpoint's scores, and a run that does not notice them."""
+"""Evaluations during training: they equal the checkpoint's scores and do not affect the run."""
 
 import itertools
 import json
@@ -86,7 +86,7 @@ def test_training_does_not_notice_and_the_scores_are_the_checkpoints(asked, rows
 
 
 def test_the_view_is_the_exported_model(asked, trained):
-    """Bit for bit, and of the weights as they are now; gated or not. Kernels take it like a loaded one."""
+    """Bit for bit, with the current weights; gated or not. Kernels accept it like a loaded model."""
     tokens = torch.arange(24).view(2, 12)
     for gated in ("true", "false"):
         config = from_overrides([*asked, f"model.gated={gated}"])
@@ -182,9 +182,9 @@ def test_a_failure_is_said_and_training_goes_on(asked, monkeypatch, capsys):
     monkeypatch.setattr(conversion, "view", lambda *_: 1 / 0)
     assert run([*asked, "run.name=no-model"])[0] == 0
     said = capsys.readouterr().err
-    assert "sparsellm: step 3: evaluating piqa failed, training goes on: ScoringFailed: rank 1: OutOfMemory" in said
+    assert "sparsellm: step 3: evaluating piqa failed; training continues: ScoringFailed: rank 1: OutOfMemory" in said
     assert "step 4/4  accuracy  hellaswag " in said
-    assert "sparsellm: step 4: evaluating the model failed, training goes on: ZeroDivisionError: division by" in said
+    assert "sparsellm: step 4: evaluating the model failed; training continues: ZeroDivisionError: division by" in said
 
 
 def test_a_split_that_stands_in_for_another_is_said(asked, capsys):
@@ -208,7 +208,7 @@ def test_mistakes_are_found_before_training(asked, rows, tmp_path, monkeypatch, 
     shutil.rmtree(local / "piqa")
     config = from_overrides([*asked, f"evaluation.data_dir={local}"])
     (mistake,) = train.check(config)
-    assert mistake.startswith(f"evaluation.tasks: piqa cannot be scored, for no rows in {local}/piqa: it should have")
+    assert mistake.startswith(f"evaluation.tasks: piqa cannot be scored: no rows in {local}/piqa: it should have")
 
     # What only reading shows is the same kind of mistake, of all tasks at once, and leaves no folder.
     for name in ("piqa", "hellaswag"):
@@ -218,7 +218,7 @@ def test_mistakes_are_found_before_training(asked, rows, tmp_path, monkeypatch, 
     assert train.main([*asked, f"evaluation.data_dir={local}", "run.name=refused"], "train") == 2
     said = capsys.readouterr().err
     for name in ("hellaswag", "piqa"):
-        assert f"\n  - evaluation.tasks: {name} cannot be scored, for the rows in {local / name}" in said
+        assert f"\n  - evaluation.tasks: {name} cannot be scored: the rows in {local / name}" in said
     assert not (tmp_path / "refused").exists()
 
 
@@ -248,7 +248,7 @@ def test_two_ranks_share_the_rows(asked, rows, tmp_path):
 
 @pytest.mark.slow
 def test_what_fails_on_one_rank_fails_on_both_and_the_next_task_is_scored(asked, tmp_path):
-    """Wherever it is: no rank waits for the other, or takes one exchange's answer for another's."""
+    """Wherever it fails: no rank waits for the other, or mistakes one exchange's answer for another's."""
     done = torchrun(2, Path(__file__).with_name("failing_rank.py"), tmp_path, *asked)
     first, second = (json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in (0, 1))
     assert first == second
@@ -260,7 +260,7 @@ def test_what_fails_on_one_rank_fails_on_both_and_the_next_task_is_scored(asked,
         assert found == {**whole, NAMES[0]: None, "mean": None}
     said = [line for line in done.stderr.splitlines() if line.startswith("sparsellm: ")]
     assert [line.partition("evaluating ")[2] for line in said] == [
-        f"{what} failed, training goes on: {error}"
+        f"{what} failed; training continues: {error}"
         for what, error in [
             ("the model", "MemoryError: no room for model"),
             (NAMES[0], "ScoringFailed: rank 1: MemoryError: no room for requests"),
@@ -287,7 +287,7 @@ def fails_on_rank_1(_name):
 
 
 def train_on_two_ranks(overrides, folder, prepare):
-    """The exit code, and what was said."""
+    """The exit code and the output."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command, said = [*launcher, "-m", "sparsellm.train", *overrides, "runtime.shard=full"], folder / "said"
     process = SERVER.Process(target=started, args=(command, folder, said, prepare))
@@ -302,12 +302,12 @@ def train_on_two_ranks(overrides, folder, prepare):
 
 @pytest.mark.slow
 def test_a_rank_that_fails_while_a_model_in_shards_is_gathered_spoils_nothing(asked, tmp_path):
-    """Before the first weight training goes on; between two all ranks end, and the resume scores what was due."""
+    """Before the first weight, training continues; between two, all ranks end, and the resume scores what was due."""
     asked = [*asked, "logging.every=1"]
     plain = run([*asked, "run.name=plain", "evaluation.every=0"])[2]
     code, said = train_on_two_ranks([*asked, "run.name=r"], tmp_path, fails_on_rank_1)
     assert code not in (0, None), said
-    assert "step 3: evaluating the model failed, training goes on: OutOfMemoryError: no room in _take_memory" in said
+    assert "step 3: evaluating the model failed; training continues: OutOfMemoryError: no room in _take_memory" in said
     assert "rank 1: step 4: gathering the weights to evaluate them failed (OutOfMemoryError: no room in whole)" in said
     assert "evaluation/live.py" not in said  # no traceback of ours
     assert max((tmp_path / "r/checkpoints").iterdir()).name == "step_00000004"
@@ -326,5 +326,5 @@ def test_what_an_evaluation_says_stays_off_the_line_of_the_bar(monkeypatch):
     with process_group("cpu") as ranks:
         whole_config.live_evaluation(from_overrides([]), ranks, [])._attempt(3, "piqa", lambda: 1 / 0)
     assert written == [
-        "sparsellm: step 3: evaluating piqa failed, training goes on: ZeroDivisionError: division by zero"
+        "sparsellm: step 3: evaluating piqa failed; training continues: ZeroDivisionError: division by zero"
     ]

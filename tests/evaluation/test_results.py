@@ -42,10 +42,10 @@ def test_without_a_task_there_is_no_mean_and_a_line_says_why():
     failed = results(failed={"piqa": "no rows\nin it", "validation": "no tokens"}, validation=None)
     assert (failed["mean"], failed["mean_acc"]) == (None, None)
     assert shown(failed)[3:6] == [
-        "piqa  failed: no rows in it", "validation  failed: no tokens", "mean of 3  none, for not all have a score",
+        "piqa  failed: no rows in it", "validation  failed: no tokens", "mean of 3  none: not all tasks have a score",
     ]  # fmt: skip
     nothing = results(tasks={}, failed={"piqa": "no rows"}, validation=None)
-    assert shown(nothing) == ["piqa  failed: no rows", "mean of 1  none, for not all have a score"]
+    assert shown(nothing) == ["piqa  failed: no rows", "mean of 1  none: not all tasks have a score"]
 
 
 def test_scores_that_were_measured_otherwise_have_no_mean_and_the_table_says_how_each_was():
@@ -55,7 +55,7 @@ def test_scores_that_were_measured_otherwise_have_no_mean_and_the_table_says_how
     lines = shown(found)
     assert lines[0].split()[-2:] == ["dtype", "kernels"]
     assert [line.split()[-2:] for line in lines[1:3]] == [["float32", "torch"], ["bfloat16", "cuda"]]
-    assert lines[3] == "mean of 2  none, for the scores differ in dtype, kernels: score all tasks with one command"
+    assert lines[3] == "mean of 2  none: settings differ (dtype, kernels); score all tasks with one command"
     assert lines[4] == "measured with  device cpu  data hub  limit none  lm_eval 0.4.9"
     for other in ({"limit": 5}, {"data": "/rows"}, {"device": "cuda"}, {"lm_eval": "0.4.8"}):
         assert means({"arc_easy": task(0.5), "piqa": task(0.7, **other)}, {}) == {"mean": None, "mean_acc": None}, other
@@ -66,7 +66,7 @@ def test_scores_that_were_measured_otherwise_have_no_mean_and_the_table_says_how
 def test_earlier_scores_are_told_apart_from_new_ones():
     lines = table(results(failed={"arc_easy": "no rows"}), asked=["arc_easy"]).splitlines()
     assert "arc_easy  failed: no rows; the score above is an earlier one" in lines
-    assert "of earlier evaluations of these weights  winogrande" in lines
+    assert "from earlier evaluations of these weights  winogrande" in lines
     assert lines[3].startswith("mean of 2   0.3750")
 
 

@@ -130,7 +130,7 @@ def test_it_names_the_models_that_its_weights_come_from():
 
 def test_it_says_of_which_gate_its_numbers_are_until_the_gate_is_a_relu():
     config = small_config(f"sparsity.relu_tokens={8 * small_config().training.tokens_per_step}")
-    assert "of the gate of this step, 75% ReLU, and not of this model" in card.text(config, 6, [row(6)])
+    assert "measured with this step's gate, 75% ReLU, not with the" in card.text(config, 6, [row(6)])
     assert "| gate | from SiLU to ReLU over 1,024 tokens |" in card.text(config, 8, [row(8)])
 
 
@@ -150,7 +150,7 @@ def test_a_licence_goes_into_the_head_and_in_place_of_what_the_text_leaves_open(
     assert r"a\1, of the weights." in card.licensed(text, r"a\1")
     own = "---\nlicense: other  # ours\n---\n# Mine\n"
     assert card.licensed(own, "other") == own
-    with pytest.raises(ValueError, match="its head is not a model card's"):
+    with pytest.raises(ValueError, match="its YAML header cannot be read as a model card's"):
         card.licence("---\n- a\n---\n")
 
 

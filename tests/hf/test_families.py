@@ -144,7 +144,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("message", "family", "changes"), [(m, *case) for m, case in REFUSED.items()])
 def test_what_does_not_fit_is_refused_by_name(message, family, changes, tmp_path):
-    with pytest.raises(ValueError, match=f"is not a model that the decoder can hold: .*{message}"):
+    with pytest.raises(ValueError, match=f"is not a model that the decoder can represent: .*{message}"):
         conversion.load(config_json(tmp_path, family, **changes))
 
 
@@ -220,7 +220,7 @@ def test_a_llama_of_before_rope_theta_has_its_base(tmp_path, capsys):
         decoder, _ = decoder_of(config_json(tmp_path, "llama2", **absent))
         assert decoder.config.rope_theta == 10_000.0
         assert_same_logits(decoder.logits(ids()), theirs(ids()).logits)
-    assert capsys.readouterr().err.count("has no rope_theta: it is read as 10,000, as Llama 1 and 2 have it") == 1
+    assert capsys.readouterr().err.count("has no rope_theta: using 10,000, as in Llama 1 and 2") == 1
     for family in ("mistral", "qwen2p5"):
         with pytest.raises(pretrained.BrokenModel, match="has no rope_theta"):
             pretrained.read_config(config_json(tmp_path / family, family, rope_parameters=ABSENT))

@@ -42,7 +42,7 @@ def test_nothing_stands_behind_a_prompt_and_what_begins_it_stays(kind, tmp_path)
     assert tokenizer.encode("why water").ids == [*prompt, 1]
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (change,) = tokenizer_file.settle(tokenizer)
-    assert "ends every prompt" in change
+    assert "to every prompt" in change
     assert tokenizer.encode("why water").ids == prompt
     assert tokenizer.encode("why", "water").ids == pair
     assert tokenizer_file.settle(tokenizer) == []
@@ -65,7 +65,9 @@ def test_chance_and_limits_are_switched_off():
     tokenizer = words(dropout=1.0)
     tokenizer.enable_truncation(1)
     tokenizer.enable_padding(length=9)
-    assert tokenizer_file.settle(tokenizer) == ["dropout 1 is switched off, so that a text always has the same tokens"]
+    assert tokenizer_file.settle(tokenizer) == [
+        "dropout 1 is switched off, so that a text always gives the same tokens"
+    ]
     assert tokenizer.encode("why water").ids == [2, 3]
     sampling = Tokenizer(models.Unigram([("<unk>", 0.0), ("a", -1.0), ("aa", -1.0)], 0))
     sampling.model.alpha, sampling.model.nbest_size = 0.5, 8
@@ -87,7 +89,7 @@ def test_a_tokenizer_that_is_read_beside_a_model_is_one_too_and_a_line_says_so(t
     said = capsys.readouterr().err.splitlines()
     assert [line.partition(": the tokenizer of")[0] for line in said] == ["sparsellm", "sparsellm"]
     assert "dropout 1 is switched off" in said[0]
-    assert "ends every prompt" in said[1]
+    assert "to every prompt" in said[1]
     # Also what transformers itself adds.
     words().save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(named | {"add_bos_token": True, "add_eos_token": True}))
@@ -132,7 +134,7 @@ def test_a_damaged_tokenizer_is_one_sentence_wherever_it_is_loaded(kind, tmp_pat
 
 
 @pytest.mark.parametrize(("content", "why"), [
-    (b"", "it is no JSON"), (b"\xff", "it is no JSON"), (b"[" * 10_000, "it is no JSON"),
+    (b"", "it is not JSON"), (b"\xff", "it is not JSON"), (b"[" * 10_000, "it is not JSON"),
     (b"[1]", "should hold an object"),
 ])  # fmt: skip
 def test_a_file_that_holds_no_tokenizer_is_refused_without_trying_it(content, why, tmp_path, monkeypatch):
@@ -143,7 +145,7 @@ def test_a_file_that_holds_no_tokenizer_is_refused_without_trying_it(content, wh
         tokenizer_file.load(path)
     monkeypatch.setattr(tokenizer_file, "LARGEST", 5)
     tokenizer_file.plain().save(str(path))
-    with pytest.raises(tokenizer_file.BrokenTokenizer, match="at most 5 are read"):
+    with pytest.raises(tokenizer_file.BrokenTokenizer, match="it should have at most 5"):
         tokenizer_file.load(path)
 
 

@@ -203,7 +203,7 @@ def test_other_models_are_refused_by_name_and_left_alone(build, message, hollow)
 def test_weights_made_in_inference_mode_are_refused(hollow):
     with torch.inference_mode():
         model = make("llama")
-    with pytest.raises(ValueError, match="was made in inference mode: it should be loaded outside"):
+    with pytest.raises(ValueError, match="was created in inference mode: it should be loaded outside"):
         sparsellm.accelerate(model, "cuda")
 
 
@@ -283,7 +283,7 @@ def test_what_was_measured_is_of_the_gpu_that_the_layers_are_on(monkeypatch):
 def test_a_module_changed_while_accelerated_is_refused(hollow):
     model = sparsellm.accelerate(make("llama"), "cuda")
     blocks(model)[1].up_proj = Quantised(32, 64, bias=False)
-    with pytest.raises(ValueError, match="up_proj of an accelerated block has become Quantised"):
+    with pytest.raises(ValueError, match="up_proj of an accelerated block is now Quantised"):
         logits(model, tokens(5))
 
 
@@ -370,7 +370,7 @@ def test_a_decoder_may_be_accelerated_before_it_has_memory():
     with torch.device("meta"):
         model = make("decoder")
     sparsellm.accelerate(model, "torch")
-    with pytest.raises(ValueError, match="handle is not of an accelerated block"):
+    with pytest.raises(ValueError, match="handle belongs to no existing accelerated block"):
         _choice_of(blocks(model)[0].handle)
     model.to_empty(device="cpu")
     assert [_choice_of(block.handle) for block in blocks(model)] == [block.choice for block in blocks(model)]
@@ -378,7 +378,7 @@ def test_a_decoder_may_be_accelerated_before_it_has_memory():
 
 def test_a_handle_of_no_block_is_refused():
     weights = torch.ones(24, 16), torch.ones(24, 16), torch.ones(16, 24)
-    with pytest.raises(ValueError, match="handle is not of an accelerated block that still exists"):
+    with pytest.raises(ValueError, match="handle belongs to no existing accelerated block"):
         torch.ops.sparsellm.chosen_feedforward(torch.ones(3, 16), *weights, torch.zeros(1, dtype=torch.uint8))
 
 

@@ -346,7 +346,7 @@ def test_a_weight_made_in_inference_mode_is_refused(hollow):
     model = sparsellm.accelerate(make("llama"), "cuda", "row")
     with torch.inference_mode():
         blocks(model)[0].down_proj.weight = nn.Parameter(torch.randn(32, 64), requires_grad=False)
-    with pytest.raises(ValueError, match="was made in inference mode"):
+    with pytest.raises(ValueError, match="was created in inference mode"):
         hollow.of(model, tokens(5))
 
 

@@ -106,8 +106,8 @@ def test_draws_follow_the_chances_and_the_seed():
 @pytest.mark.parametrize(
     ("prompts", "new", "message"),
     [
-        ([], 5, "there must be a prompt"),
-        ([[1], []], 5, r"\[1, 0\] tokens: each needs at least one"),
+        ([], 5, "there should be at least one prompt"),
+        ([[1], []], 5, r"\[1, 0\] tokens: there should be at least one prompt, with at least one token each"),
         ([[1] * 250], 7, "a prompt of 250 tokens and 7 new ones exceed the model's context of 256"),
         ([[1]], 0, "new_tokens is 0"),
         ([[1, 96]], 5, "token 96 is not in the vocabulary of 96 tokens"),
@@ -133,12 +133,12 @@ def test_draws_that_have_no_chances_are_refused(sampling, message):
 
 
 def test_one_text_is_not_taken_for_prompts_of_one_character():
-    with pytest.raises(ValueError, match="prompts is one text, 'The water': it should be a list of texts"):
+    with pytest.raises(ValueError, match="prompts is a string, 'The water': it should be a list of strings"):
         Generator(make("decoder")).text("The water", 5)
 
 
 def test_a_folder_without_a_model_as_a_runs_is_refused_with_what_to_give(tmp_path):
-    with pytest.raises(ValueError, match=r"holds no config\.json: give a Hugging Face folder, as the hf/ of a"):
+    with pytest.raises(ValueError, match=r"holds no config\.json: give a Hugging Face folder, such as hf/ in a"):
         Generator.load(tmp_path)
 
 
@@ -238,7 +238,7 @@ def test_a_gpu_without_triton_is_refused_before_the_model_is_changed(monkeypatch
     monkeypatch.setattr(backend, "check", missing)
     decoder = make("decoder")
     with pytest.raises(
-        KernelsUnavailable, match=r"generate text on a GPU, do not run here: triton is missing; device=cpu"
+        KernelsUnavailable, match=r"needs Triton kernels, which do not run here: triton is missing; use device=cpu"
     ):
         Generator(decoder, kernels=None)
     assert decoder.layers[0].mlp.gate_proj.weight.requires_grad

@@ -1,4 +1,4 @@
-"""A run in pictures: what is on their axes, whatever the number of layers and rows."""
+"""The figures of a run: their axes, for any number of layers and rows."""
 
 import matplotlib
 import pytest
@@ -55,7 +55,7 @@ def test_layers_are_a_colour_scale_beside_the_curves_and_not_a_legend(config, la
 
 def test_dead_neurons_are_a_share_with_its_window_from_zero(config):
     axes = curves_of(config).dead_neurons(rows(4, 200)).axes[0]
-    assert " ".join(axes.get_ylabel().split()) == "share of 48 neurons silent for the last 100,000 tokens"
+    assert " ".join(axes.get_ylabel().split()) == "fraction of 48 neurons inactive for the last 100,000 tokens"
     assert axes.get_ylim()[0] == 0
     assert axes.get_lines()[3].get_ydata()[-1] == pytest.approx(3 / 48)
     assert axes.yaxis.get_major_formatter()(0.05, 0) == "5%"

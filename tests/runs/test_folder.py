@@ -1,4 +1,4 @@
-"""A run's folder: who may use it, what damage is said, and what a kill leaves there."""
+"""A run's folder: who may use it, which damage is reported, and what a kill leaves there."""
 
 import os
 import shutil
@@ -56,8 +56,8 @@ def test_a_lock_that_is_held_is_waited_for_and_its_refusal_never_says_to_begin_a
         run_folder.claim(tmp_path, patience=0.3)
     assert time.monotonic() - begun >= 0.3
     assert "restart" not in str(refused.value)
-    assert f"{tmp_path} is in use: waiting 0.3 s" in capsys.readouterr().err
-    monkeypatch.setattr(run_folder.time, "sleep", lambda _: held.close())  # meanwhile the other process ends
+    assert f"{tmp_path} is in use by another process: waiting up to 0.3 s" in capsys.readouterr().err
+    monkeypatch.setattr(run_folder.time, "sleep", lambda _: held.close())  # the other process ends meanwhile
     run_folder.claim(tmp_path, patience=1).close()
 
 
@@ -70,10 +70,10 @@ def test_what_a_kill_left_in_a_finished_run_is_removed_unless_the_run_is_in_use(
     with run_folder.claim(tmp_path / "r"):
         run_folder.tidy(tmp_path / "r")
     assert left.exists()
-    assert "stays there" in capsys.readouterr().err
+    assert "cannot be removed" in capsys.readouterr().err
     run_folder.tidy(tmp_path / "r")
     assert [path.name for path in checkpoints.iterdir()] == ["step_00000012"]
-    assert f"{left.parent}: removing what an interrupted removal left, 20.0 MB" in capsys.readouterr().err
+    assert f"{left.parent}: removing leftovers of an interrupted deletion, 20.0 MB" in capsys.readouterr().err
 
 
 def test_a_restart_that_torchrun_would_repeat_is_refused(config, monkeypatch):
@@ -92,7 +92,7 @@ def test_a_configuration_that_is_gone_is_said(config, tmp_path, capsys):
         for said in (True, False):
             with run_folder.open_folder(config, ranks):
                 pass
-            assert ("config.yaml is gone, and written anew" in capsys.readouterr().err) == said
+            assert ("config.yaml was missing and has been rewritten" in capsys.readouterr().err) == said
 
 
 def test_a_number_that_is_damaged_is_not_taken_for_the_one_that_the_run_was_begun_with(config, tmp_path):
@@ -103,7 +103,7 @@ def test_a_number_that_is_damaged_is_not_taken_for_the_one_that_the_run_was_begu
     path.write_text(path.read_text().replace("steps: 12", "steps: 92"))
     (found,) = run_folder.mistakes(config)
     assert f"{path} is damaged" in found
-    assert "was begun with" not in found
+    assert "was started with" not in found
 
 
 def test_checkpoints_that_the_disk_has_no_room_for_are_refused_before_the_run(config, monkeypatch):
@@ -114,7 +114,7 @@ def test_checkpoints_that_the_disk_has_no_room_for_are_refused_before_the_run(co
         monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: usage(free, 0, free))
         found = whole_config.room_mistakes(config)
         assert (found == []) == (free == needed)
-    assert "run r needs room for 1 more checkpoint of" in found[0]
+    assert "run r needs space for 1 more checkpoint of" in found[0]
     assert "are free" in found[0]
     more = small_config(f"run.root={config.run.root}", "run.checkpoint_every=2", "run.keep_checkpoints=4")
-    assert "room for 5 more checkpoints" in whole_config.room_mistakes(more)[0]
+    assert "space for 5 more checkpoints" in whole_config.room_mistakes(more)[0]

@@ -99,14 +99,14 @@ def test_what_is_missing_is_named(run, tmp_path):
     with pytest.raises(CheckpointNotFound, match="has no COMMITTED"):
         locate(str(run / LAST))
     (run / "checkpoints/step_00000002/COMMITTED").unlink()
-    with pytest.raises(CheckpointNotFound, match="without a whole checkpoint"):
+    with pytest.raises(CheckpointNotFound, match="without a complete checkpoint"):
         locate(str(run))
 
 
 def test_a_damaged_checkpoint_is_refused_by_file(run):
     weights = run / LAST / "hf/model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\xff")
-    with pytest.raises(CheckpointNotFound, match=r"hf/model\.safetensors is not as COMMITTED says"):
+    with pytest.raises(CheckpointNotFound, match=r"hf/model\.safetensors differs from COMMITTED"):
         locate(str(run)).identity()
 
 
@@ -118,7 +118,7 @@ def test_a_checkpoint_without_its_run_has_its_checksums_all_the_same(run, tmp_pa
     assert found.identity() == locate(str(run)).identity()
     weights = alone / "hf/model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x00")
-    with pytest.raises(CheckpointNotFound, match=r"hf/model\.safetensors is not as COMMITTED says"):
+    with pytest.raises(CheckpointNotFound, match=r"hf/model\.safetensors differs from COMMITTED"):
         found.identity()
     (alone / "COMMITTED").write_text('{"step": 4, "files": []}')
     with pytest.raises(CheckpointNotFound, match=r"COMMITTED is damaged"):
@@ -129,5 +129,5 @@ def test_of_a_folder_without_checksums_that_is_said(run, bare):
     assert locate(str(run)).unchecked is None
     assert locate("owner/name").unchecked is None
     assert locate(str(bare)).unchecked == (
-        f"{bare} has no COMMITTED file beside it: whether its numbers are those that were saved is not checked"
+        f"{bare} has no COMMITTED file: its files are not verified against checksums"
     )

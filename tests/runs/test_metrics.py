@@ -48,15 +48,15 @@ def saved_with(*steps):
 
 
 DAMAGES = {
-    "garbage": (b"x{]\n", "line 3: it is no JSON"),
+    "garbage": (b"x{]\n", "line 3: it is not JSON"),
     "blank": (b"\n", "line 3: it is blank"),
-    "NUL": (b"\0" * 40 + b"\n", "line 3: it is no JSON"),
+    "NUL": (b"\0" * 40 + b"\n", "line 3: it is not JSON"),
     "not UTF-8": (b'{"step": 7, "loss": "\xff"}\n', "line 3: byte 22 is not UTF-8"),
     "without a key": (b'{"loss": 1}\n', "line 3: it has no step"),
-    "a list": (b"[1]\n", "line 3: it holds a JSON list, and should hold an object"),
+    "a list": (b"[1]\n", "line 3: it holds a JSON list: it should hold an object"),
     "another kind": (b'{"step": 7, "loss": "low"}\n', "line 3: its loss cannot be 'low'"),
     "out of order": (b'{"step": 3}\n', "line 3: its step 3 comes after step 5"),
-    "deep": (b"[" * 100_000 + b"\n", "line 3: it is no JSON"),
+    "deep": (b"[" * 100_000 + b"\n", "line 3: it is not JSON"),
 }
 
 
@@ -87,7 +87,7 @@ def test_rows_that_are_gone_are_not_lost_without_a_word(tmp_path, left):
     file.write({"step": 1})
     saved = file.saved()
     path.unlink() if left is None else path.write_bytes(left)
-    with pytest.raises(MetricsError, match="bring the file back"):
+    with pytest.raises(MetricsError, match="restore the file"):
         MetricsFile(path, last_step=4, saved=saved)
     MetricsFile(path, last_step=4, saved=saved, skip_damaged=True).write({"step": 5})
     assert read(path) == [{"step": 5}]
@@ -103,8 +103,8 @@ def test_a_changed_number_is_found_by_what_the_checkpoint_knows(tmp_path):
     MetricsFile(path, last_step=1, saved=saved).close()
     assert read(path) == [{"step": 1, "loss": 10.5}]
     path.write_text(path.read_text().replace("10.5", "20.5"))
-    assert "a value has changed" in history(path, saved).report(path)
-    with pytest.raises(MetricsError, match="a value has changed"):
+    assert "differ from those that were saved" in history(path, saved).report(path)
+    with pytest.raises(MetricsError, match="differ from those that were saved"):
         MetricsFile(path, last_step=1, saved=saved)
 
 
@@ -113,7 +113,7 @@ def test_damage_after_the_checkpoint_is_cut_off_with_what_is_trained_again(tmp_p
     path.write_bytes(rows(1, 10, 20).encode() + b"\0" * 100 + b"\n")
     MetricsFile(path, 10, saved_with(1, 10)).close()
     assert [row["step"] for row in read(path)] == [1, 10]
-    assert "rows that the run writes again are cut off: 1" in capsys.readouterr().err
+    assert "removed 1 rows that the resumed run will write again" in capsys.readouterr().err
 
 
 def test_a_row_that_finds_no_room_waits_for_the_next_one_and_leaves_no_half_of_itself(tmp_path):

@@ -1,4 +1,4 @@
-"""Which steps are saved and which checkpoints stay, as a run and the room that it asks for are told alike."""
+"""Which steps are saved and which checkpoints are kept, consistently for the run and its disk space check."""
 
 import itertools
 

@@ -71,7 +71,7 @@ PLANTED = {
     "torch.load": lambda file, marker: Named("torch", "load", str(marker)).spelled,
     # Bytes that DCP would unpickle.
     "BytesStorageMetadata": lambda file, marker: changed(file, bytes_entry),
-    "no file beside it": lambda file, marker: changed(file, led_away),
+    "not a file in its folder": lambda file, marker: changed(file, led_away),
     "holds a dict": lambda file, marker: pickle.dumps({}),
 }
 

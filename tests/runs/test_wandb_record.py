@@ -86,7 +86,7 @@ def test_a_server_that_does_not_take_a_record_means_an_offline_one_with_every_ro
         monkeypatch.setenv("WANDB_BASE_URL", wandb_server.dead_url() if kind == "dead" else server.url)
         began = time.monotonic()
         run = WandbRun(small_config("logging.wandb=online"), real)
-        assert run.place.startswith("offline, for online failed: CommError: ")
+        assert run.place.startswith("offline: online failed: CommError: ")
         assert {"dead": "connection refused", 403: "403"}.get(kind, "") in run.place
         log(run, 1, 2, 3)
         run.close(0)
@@ -111,8 +111,8 @@ def test_a_server_that_fails_while_a_run_goes_on_costs_no_row_and_no_time(real, 
     assert kept(real, 1, 2, 3)
     (file,) = (real / "wandb").glob("run-*/*.wandb")
     said = capsys.readouterr().err
-    assert f"To upload what {file} has: wandb sync --include-online {file.parent}" in said
-    assert "lacks rows" not in said
+    assert f"To upload {file}: wandb sync --include-online {file.parent}" in said
+    assert "is missing rows" not in said
 
 
 def test_a_server_that_takes_a_record_has_it_all_and_nothing_is_said(real, monkeypatch, capsys):
@@ -135,7 +135,7 @@ def test_a_process_of_wandb_that_dies_ends_nothing(real, capsys):
     os.waitid(os.P_PID, core, os.WEXITED | os.WNOWAIT)
     log(run, *range(2, 50))
     run.close(0)
-    assert capsys.readouterr().err.count("lacks rows, for wandb failed") == 1
+    assert capsys.readouterr().err.count("is missing rows: wandb failed") == 1
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_a_process_of_wandb_that_dies_ends_nothing(real, capsys):
 def test_a_variable_that_wandb_refuses_leaves_an_offline_record(real, monkeypatch, variable, value):
     monkeypatch.setenv(variable, value)
     run = WandbRun(small_config("logging.wandb=online"), real)
-    assert run.place.startswith("offline, for online failed: ")
+    assert run.place.startswith("offline: online failed: ")
     assert value in run.place
     log(run, 1)
     run.close(0)
@@ -167,7 +167,7 @@ def test_without_wandb_a_run_has_no_record_and_says_so(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     monkeypatch.setitem(sys.modules, "wandb", None)
     run = WandbRun(small_config("logging.wandb=online"), tmp_path)
-    assert run.place.startswith("not recorded, for ModuleNotFoundError: ")
+    assert run.place.startswith("not recorded: ModuleNotFoundError: ")
     log(run, 1)
     run.close(0)
 
@@ -207,7 +207,7 @@ def test_an_environment_that_says_offline_is_asked_of_no_server_and_an_unknown_m
         log(run, 1)
         run.close(0)
         assert server.requests == []
-    assert run.place.startswith("offline, for WANDB_MODE=offline")
+    assert run.place.startswith("offline: WANDB_MODE=offline")
     assert os.environ["WANDB_MODE"] == "offline"
     monkeypatch.setenv("WANDB_MODE", "foo")
     run = WandbRun(small_config("logging.wandb=offline"), real)
@@ -351,7 +351,7 @@ def test_a_run_trains_to_its_end_while_its_record_finds_the_disk_full(tmp_path, 
         assert trainer.fit() == 0
     shown = capsys.readouterr()
     (said,) = (line for line in shown.err.splitlines() if "Weights & Biases" in line)
-    assert "run/wandb lacks rows, for it cannot be written ([Errno 28] No space left on device; " in said
+    assert "run/wandb is missing rows: it cannot be written ([Errno 28] No space left on device; " in said
     assert "run/metrics.jsonl has them all" in said
     assert "12 steps" in shown.out
 
@@ -381,10 +381,10 @@ def test_a_record_that_grows_no_more_is_named_once(tmp_path, monkeypatch, capsys
         if grows:
             part.write_bytes(part.read_bytes() + b"0")
     said = capsys.readouterr().err
-    assert said.count("lacks rows") == (not grows)
+    assert said.count("is missing rows") == (not grows)
     assert ("its file has not grown for 75 s" in said) == (not grows)
     run = WandbRun(small_config("logging=offline"), tmp_path)
     if grows:
         monkeypatch.setattr(Record, "finish", lambda *_, **__: part.write_bytes(part.read_bytes() + b"0"))
     run.close(0)
-    assert ("its file has not grown at its end" in capsys.readouterr().err) == (not grows)
+    assert ("its file did not grow at the end" in capsys.readouterr().err) == (not grows)

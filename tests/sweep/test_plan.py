@@ -1,4 +1,4 @@
-"""A command line becomes runs, their commands, and one list of everything that is wrong with them."""
+"""A command line becomes runs, their commands, and one list of all mistakes."""
 
 import shlex
 import subprocess
@@ -154,19 +154,22 @@ def test_the_slurm_script_hands_each_task_one_point(tmp_path):
     [
         (["training.steps=[1"], "training.steps is [1: it must be a whole number"),
         (["sparsity.l1_coef=0,1"], "sparsity.l1_coef is not a key: did you mean sparsity.l1_coefficient?"),
-        (["sparsity.l1_coefficient=interval(0,1)"], "takes a list of values in order, as sparsity.l1_coefficient=1,2"),
+        (
+            ["sparsity.l1_coefficient=interval(0,1)"],
+            "takes a list of values in order, like sparsity.l1_coefficient=1,2",
+        ),
         (["training.seed=shuffle(1,2)"], "training.seed takes a list of values in order"),
         (["sweep.nam=a"], "sweep.nam is not a key: did you mean sweep.name? sweep has name, root, mode"),
         (["sweep.modus=3"], "sweep.modus is not a key: did you mean sweep.mode? sweep has name, root, mode"),
         (["sweep.mode=fly"], "sweep.mode is fly: it must be one of run, print, slurm"),
         (["sweep.point=0,1"], "sweep.point takes one value"),
-        (["sweep.point=1"], "this sweep has the points 0 to 0"),
+        (["sweep.point=1"], "it should be from 0 to 0, the points of this sweep"),
         (["sweep.name=A/B"], "sweep.name is 'A/B'"),
         (["sweep.nproc_per_node=0"], "sweep.nproc_per_node is 0"),
         (["sweep.mode=slurm"], "needs sweep.nproc_per_node"),
         (["sweep.parallel=0"], "sweep.parallel is 0: it must be at least 1"),
         (["sweep.parallel=2", "sweep.point=0"], "sweep.parallel is 2, and SLURM starts a sweep's tasks at once"),
-        (["sweep.nproc_per_node=3"], "training.batch_size 8 does not divide over 3 ranks"),
+        (["sweep.nproc_per_node=3"], "training.batch_size 8 is not divisible by the number of ranks, 3"),
         (["evaluate.limits=3"], "evaluate: limits is not a key: did you mean limit?"),
         (["evaluate.limits=3", "sweep.evaluate=false"], "evaluate: limits is not a key: did you mean limit?"),
         (["evaluate.data_dir=nowhere"], "evaluate: data_dir=nowhere is not a folder"),
@@ -176,7 +179,10 @@ def test_the_slurm_script_hands_each_task_one_point(tmp_path):
         (["run.name=a,b"], "run.name in a sweep"),
         (["runtime.data_workers=0,1"], "are the same run"),
         (["sparsity.l1_coefficient=1e-3,0.001"], "are the same run"),
-        (["model.gated=false", "sweep.baseline=true"], "the only one of models without a gate (in the dense baseline"),
+        (
+            ["model.gated=false", "sweep.baseline=true"],
+            "the only activation of models without a gate (in the dense baseline",
+        ),
     ],
 )
 def test_what_cannot_be_swept_is_refused_by_name(arguments, words):
@@ -188,7 +194,7 @@ def test_all_mistakes_of_all_points_at_once_each_once():
     wrong = ["training.batch_size=7", "sparsity.l1_coefficient=-1,-2", "sweep.nproc_per_node=2"]
     found = refused("experiment=smoke", *wrong)
     assert [f.split(":")[0] for f in found] == [
-        "sparsity.l1_coefficient is -1.0", "training.batch_size 7 does not divide over 2 ranks",
+        "sparsity.l1_coefficient is -1.0", "training.batch_size 7 is not divisible by the number of ranks, 2",
         "sparsity.l1_coefficient is -2.0",
     ]  # fmt: skip
 
@@ -212,4 +218,6 @@ def test_a_model_that_no_point_can_read_is_named_once(tmp_path):
 
 def test_under_torchrun_it_is_refused(monkeypatch):
     monkeypatch.setenv("RANK", "0")
-    assert "a sweep starts torchrun itself, for each of its runs: start it without" in refused("experiment=smoke")
+    assert "a sweep starts torchrun itself for each of its runs: start the sweep without torchrun" in refused(
+        "experiment=smoke"
+    )

@@ -202,7 +202,7 @@ def test_a_task_of_an_array_does_one_point_and_the_last_one_leaves_the_whole_tab
 def test_printing_and_scripts_train_nothing(sweep, tmp_path):
     code, output, _ = sweep(*SMALL, COEFFICIENTS, "sweep.mode=print")
     assert code == 0
-    assert output.splitlines()[-1].startswith("# then, for the table and the figure: ")
+    assert output.splitlines()[-1].startswith("# afterwards, for the table and the figure: ")
     assert list(tmp_path.iterdir()) == []
     code, output, _ = sweep(*SMALL, COEFFICIENTS, "sweep.mode=slurm", "sweep.nproc_per_node=1")
     assert (code, output.split()[0]) == (0, "sweeps/s/slurm.sh")
@@ -260,7 +260,7 @@ def test_a_signal_reaches_the_training_and_ends_the_sweep(process, tmp_path):
     assert starts(tmp_path) == NAMES[:1]
     assert 2 <= int(rows(tmp_path)[0]["step"]) < STEPS
     assert [row["status"] for row in rows(tmp_path)] == ["unfinished", "not begun", "not begun"]
-    assert "the same command goes on" in (tmp_path / "output").read_text()
+    assert "run the same command to continue" in (tmp_path / "output").read_text()
 
 
 def test_a_real_sweep_of_runs_at_once_that_is_killed_gives_the_table_of_one_at_a_time(process, tmp_path, monkeypatch):

@@ -149,7 +149,7 @@ def test_the_markdown_table_is_aligned_and_says_what_its_numbers_are(swept):
         "arc_easy": "60.0%", "mean": "50.0%", "mean acc": "37.5%",
     }  # fmt: skip
     assert second[3:] == ["not begun"] + [""] * 9
-    assert any("silent for the last 100,000 tokens" in line for line in lines)
+    assert any("did not fire for the last 100,000 tokens" in line for line in lines)
     assert any("- Scores: zero-shot, in float32, acc_norm" in line for line in lines)
     assert any("the sum over neurons and layers of |h|" in line for line in lines)
 
@@ -179,7 +179,7 @@ def test_the_markdown_table_explains_no_column_that_it_does_not_have(swept):
     sweep = swept("sparsity.l1_coefficient=0,1e-3")
     leave(sweep.points[0], tokens=99_999)  # too few tokens for dead neurons
     text = table.as_markdown(sweep, table.rows(sweep))
-    assert "- CE increase: over the ReLU run" in text
+    assert "- CE increase: relative to the ReLU run" in text
     assert "- dead: " not in text
     assert "- Scores: " not in text
 
@@ -281,7 +281,7 @@ def test_a_figure_or_a_table_that_fails_is_a_sentence(swept, monkeypatch, capsys
     assert f"| {sweep.points[0].name} " in shown
     assert unwritten is not None
     assert f"the table in {sweep.folder} cannot be written (FileNotFoundError: " in unwritten
-    assert "the same command writes the table" in unwritten
+    assert "run the same command to write the table" in unwritten
     sweep.folder.mkdir(parents=True)
 
     def fails(*_):
@@ -315,4 +315,4 @@ def test_a_sweep_goes_on_where_its_table_or_a_log_cannot_be_written_and_ends_wit
     assert done == sweep.points
     shown = capsys.readouterr().err
     assert "No space left on device" in shown.splitlines()[-1]
-    assert ("the same command writes the table" in shown) == (where == "table")
+    assert ("run the same command to write the table" in shown) == (where == "table")

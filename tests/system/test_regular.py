@@ -17,9 +17,9 @@ def victim(folder: Path) -> Path:
 
 # What is in place of a file, by the message about it.
 PLANTED = {
-    "a link, which is not followed": lambda path: path.symlink_to(path.parent / "victim"),
-    "a link, which is not followed ": lambda path: path.symlink_to(path.parent / "nothing"),
-    "a link, which is not followed  ": lambda path: path.symlink_to(path),
+    "a link, and links are not followed": lambda path: path.symlink_to(path.parent / "victim"),
+    "a link, and links are not followed ": lambda path: path.symlink_to(path.parent / "nothing"),
+    "a link, and links are not followed  ": lambda path: path.symlink_to(path),
     "a FIFO, a socket or a device": os.mkfifo,
     "a folder": os.mkdir,
 }

@@ -14,7 +14,7 @@ from sparsellm.system import streams
 
 WORK = "import sys; from sparsellm.system import streams; streams.outlast(); "
 LOUD = WORK + "print('a' * 10_000); print('b', file=sys.stderr, flush=True); print('c', flush=True); sys.exit(0)"
-LOST = "sparsellm: {} cannot be written ({}): its lines are lost, and the command goes on\n"
+LOST = "sparsellm: {} cannot be written ({}): its lines are lost, and the command continues\n"
 
 
 def shell(code: str, redirections: str = "", options: str = "") -> subprocess.CompletedProcess[str]:
@@ -69,7 +69,7 @@ def test_lines_for_a_reader_that_has_stopped_are_counted_once_it_goes_on():
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen([sys.executable, "-c", code], **pipes, text=True, bufsize=0)
-    assert process.stderr.readline() == LOST.format("standard output", "nobody reads it")
+    assert process.stderr.readline() == LOST.format("standard output", "its reader has stopped")
     assert process.stderr.readline() == "full\n"
     os.set_blocking(process.stdout.fileno(), False)
     first = b""

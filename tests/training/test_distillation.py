@@ -1,4 +1,4 @@
-"""Learning from a teacher: the chunked loss, the gradient of a step, and the rows of a run."""
+"""Distillation: the chunked loss, the gradient of a step, and the rows of a run."""
 
 import shutil
 import signal
@@ -13,7 +13,7 @@ from training.test_sharding import on_ranks, wholes
 
 from sparsellm.config import Config, ConfigError
 from sparsellm.model import cross_entropy
-from sparsellm.model.cross_entropy import Lesson, distilled_cross_entropy, distilled_softmax_cross_entropy
+from sparsellm.model.cross_entropy import TeacherOutput, distilled_cross_entropy, distilled_softmax_cross_entropy
 from sparsellm.runs.metrics import METRICS, read
 from sparsellm.training import distillation
 from sparsellm.training.distillation import Teacher
@@ -54,7 +54,7 @@ def test_sums_and_gradients_equal_those_on_whole_logits_of_which_a_chunk_exists_
         largest = max(largest, len(logits), len(theirs))
         return distilled_softmax_cross_entropy(logits, targets, theirs, *constants)
 
-    loss, ce, kl = distilled_cross_entropy(x, weight, targets, Lesson(hidden, head, WEIGHT, TEMPERATURE), kernel)
+    loss, ce, kl = distilled_cross_entropy(x, weight, targets, TeacherOutput(hidden, head, WEIGHT, TEMPERATURE), kernel)
     logits = x @ weight.T
     expected = F.cross_entropy(logits, targets, reduction="sum"), whole_kl(logits, hidden @ head.T)
     whole = expected[0] + WEIGHT * TEMPERATURE**2 * expected[1]
@@ -153,7 +153,7 @@ def test_a_resume_takes_no_other_teacher_of_the_same_name(teacher, tmp_path):
     other = stock_model("llama3")
     other.model.norm.weight.data[3] += 1e-6
     other.save_pretrained(folder)
-    with small_trainer(run, *given) as trainer, pytest.raises(ConfigError, match="has taught run taught so far"):
+    with small_trainer(run, *given) as trainer, pytest.raises(ConfigError, match="that run taught has used as teacher"):
         trainer.fit()
     stock_model("llama3").save_pretrained(folder)
     (folder / "README.md").write_text("no part of the model")
@@ -170,9 +170,11 @@ def test_a_teacher_that_does_not_fit_is_refused_by_name(teacher, tmp_path):
         return mistake
 
     assert mistakes(Config()) == mistakes(small_config(*overrides(teacher))) == []
-    assert "has a vocabulary of 96, and the model of 97: they must agree" in said("model.vocab_size=97")
+    assert "has a vocabulary of 96, but the model has 97: give a teacher with the same vocabulary" in said(
+        "model.vocab_size=97"
+    )
     longer = ["model.context_length=128", "training.sequence_length=65"]
-    assert "has a context of 64 tokens, and training.sequence_length is 65" in said(*longer)
+    assert "has a context of 64 tokens, but training.sequence_length is 65" in said(*longer)
     missing = said(f"distill.teacher={tmp_path}/none")
     assert missing.startswith(f"distill.teacher={tmp_path}/none does not exist")
 

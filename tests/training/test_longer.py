@@ -1,4 +1,4 @@
-"""A finished run is made longer: from before the decay of optimizer.schedule=wsd, and never with a cosine."""
+"""A finished run is extended: from before the decay of optimizer.schedule=wsd, and never with a cosine schedule."""
 
 import json
 from pathlib import Path
@@ -44,8 +44,8 @@ def test_a_run_made_longer_ends_as_one_that_was_to_be_that_long(tmp_path, capsys
     assert rows(tmp_path / "a") == rows(tmp_path / "b")
     said = capsys.readouterr()
     assert "resuming after step 9" in said.out
-    assert "r is made longer, from 12 to 20 steps" in said.err
-    # What the decay gave is not lost, and out of the way.
+    assert "r is extended from 12 to 20 steps" in said.err
+    # The decay's checkpoints are renamed, not lost.
     names = sorted(path.name for path in (tmp_path / "a/r/checkpoints").iterdir())
     assert names == ["step_00000012.decayed", "step_00000015", "step_00000020"]
 
@@ -74,14 +74,14 @@ def test_the_warm_up_stays_where_a_longer_run_would_have_another(tmp_path):
             assert opened.optimizer.warmup_steps == load(folder / run_folder.CONFIG).optimizer.warmup_steps == 3
         assert run_folder.mistakes(config, named) == []  # also when it is resumed
     (found,) = run_folder.mistakes(config, [*named, "optimizer.warmup_steps=6"])
-    assert "optimizer.warmup_steps is 6, and run r was begun with 3" in found
+    assert "optimizer.warmup_steps is 6, but run r was started with 3" in found
 
 
 @pytest.mark.parametrize(
     ("begun", "asked", "message"),
     [
-        ([], [], "begun with 12 and a cosine schedule, which has lowered"),
-        (WSD, ["run.checkpoint_every=2"], "begun with 12 and optimizer.schedule=wsd, which makes it longer if it is"),
+        ([], [], "started with 12 and a cosine schedule, whose learning rate"),
+        (WSD, ["run.checkpoint_every=2"], "started with 12 and optimizer.schedule=wsd; type it again to make the"),
     ],
 )
 def test_more_steps_are_refused_by_the_schedule_that_the_run_has_and_not_by_their_warm_up(
@@ -99,11 +99,11 @@ def test_more_steps_are_refused_by_the_schedule_that_the_run_has_and_not_by_thei
 @pytest.mark.parametrize(
     ("begun", "asked", "message"),
     [
-        ([], ["training.steps=20"], "begun with 12 and a cosine schedule, which has lowered"),
-        (WSD, ["training.steps=11"], "training.steps is 11, and run r was begun with 12:"),
-        (WSD, ["training.steps=20", "training.seed=3"], "training.seed is 3, and run r was begun with 0:"),
+        ([], ["training.steps=20"], "started with 12 and a cosine schedule, whose learning rate"),
+        (WSD, ["training.steps=11"], "training.steps is 11, but run r was started with 12:"),
+        (WSD, ["training.steps=20", "training.seed=3"], "training.seed is 3, but run r was started with 0:"),
         (WSD, ["training.steps=20", "optimizer.decay_fraction=0.5"], "optimizer.decay_fraction is 0.5, and"),
-        ([], WSD, "optimizer.schedule is 'wsd', and run r was begun with 'cosine':"),
+        ([], WSD, "optimizer.schedule is 'wsd', but run r was started with 'cosine':"),
     ],
 )
 def test_what_cannot_be_made_longer_is_refused(begun, asked, message, tmp_path):
@@ -123,7 +123,7 @@ def test_a_run_without_a_checkpoint_from_before_its_decay_is_refused(tmp_path):
         assert run_folder.mistakes(again) == []  # the tokens that there are, again
         (folder / "checkpoints/step_00000012").mkdir(parents=True)
     (found,) = run_folder.mistakes(longer)
-    assert "no checkpoint up to step 9, the last that a longer one has in common with it" in found
+    assert "no checkpoint up to step 9, the last step that it shares" in found
 
 
 def test_room_is_asked_for_as_if_the_decay_were_not_there(tmp_path, monkeypatch):
@@ -133,4 +133,4 @@ def test_room_is_asked_for_as_if_the_decay_were_not_there(tmp_path, monkeypatch)
             (folder / f"checkpoints/step_{step:08}").mkdir(parents=True)
     monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda _: type("usage", (), {"free": 0}))
     (found,) = whole_config.room_mistakes(small_config(*where, "training.steps=20"))
-    assert "needs room for 2 more checkpoints" in found  # 15, 18 and 20 at once; 9 is gone by then
+    assert "needs space for 2 more checkpoints" in found  # 15, 18 and 20 at once; 9 is gone by then

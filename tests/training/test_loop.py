@@ -36,7 +36,7 @@ ROWS = {
 TIMING = ("tokens_per_s", "mfu", "peak_memory_bytes", "data_wait_fraction")
 
 
-# So few that some neurons fire for one rank only, and some for none.
+# So few that some neurons fire on one rank only, and some on none.
 FEW_TOKENS = ["training.sequence_length=1", "training.batch_size=4"]
 
 
@@ -117,7 +117,7 @@ def test_two_ranks_have_the_gradient_and_the_silent_neurons_of_one_big_batch(ove
 
 @pytest.mark.slow
 def test_two_ranks_draw_the_same_rows_and_decide_the_same_plans(tmp_path):
-    """Rows of neurons that were silent on both; every rank ends with the same weights, moments and counts."""
+    """Rows of neurons that fired on neither rank; all ranks end with the same weights, moments and counts."""
     draws = ["sparsity.reinit_dead_after_tokens=4", "sparsity.reinit_every=2"]
     torchrun(2, SMALL_RUN.with_name("small_ranks.py"), tmp_path, *FEW_TOKENS, *draws)
     ranks, plans = zip(*(torch.load(tmp_path / f"rank_{rank}.pt", weights_only=True) for rank in (0, 1)), strict=True)
@@ -229,7 +229,7 @@ def test_several_non_finite_steps_in_a_row_stop_the_run(tmp_path):
     with small_trainer(tmp_path / "run", "runtime.max_skipped_steps=4") as trainer:
         fail_from(trainer, range(3, 100))
         with pytest.raises(
-            TrainingDiverged, match="4 steps in a row, up to step 6, were skipped, for the cross entropy is"
+            TrainingDiverged, match="4 consecutive steps, up to step 6, were skipped because the cross entropy is"
         ):
             trainer.fit()
     assert read(tmp_path / "run" / METRICS)[1]["loss"] is None
@@ -246,7 +246,7 @@ def test_an_l1_loss_that_is_not_finite_is_named_with_its_coefficient(tmp_path):
 
 
 def test_no_checkpoint_is_saved_while_steps_are_skipped(tmp_path):
-    """The weights before such a row may be what is broken: they must not push good checkpoints out."""
+    """The weights before such a row may be broken: they must not push out good checkpoints."""
     with small_trainer(tmp_path / "run", "run.checkpoint_every=2", "run.keep_checkpoints=9") as trainer:
         fail_from(trainer, {4, 5, 6, 8})
         assert trainer.fit() == 0
@@ -418,7 +418,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(overrides, tmp_path, capsys):
         signal_after(trainer, 4)
         assert trainer.fit() == 128 + signal.SIGTERM
         assert 4 < trainer.step < 12
-    assert "the same command resumes it" in capsys.readouterr().out
+    assert "to resume, run the same command" in capsys.readouterr().out
     with (tmp_path / "stopped" / METRICS).open("a") as file:
         file.write('{"step": 11, "of a step that": "was lost"}\n{"cut short')
     with small_trainer(tmp_path / "stopped", *overrides) as trainer:
@@ -455,7 +455,7 @@ SAVED_AND_SCORED = ["run.checkpoint_every=4", "run.keep_checkpoints=9", "runtime
 
 
 def said_of(folder, step):
-    """What the checkpoint of `step` says in words and in values.json, but for times."""
+    """The card and values.json of the checkpoint of `step`, without times."""
     path = checkpoint_folder(folder, step)
     values = json.loads((path / STATE / VALUES).read_text()) | {"metrics": None}
     if values["row"] is not None:
@@ -466,7 +466,7 @@ def said_of(folder, step):
 @pytest.mark.usefixtures("quick_ending")
 @pytest.mark.parametrize("step", [8, 12])
 def test_a_validation_that_ends_the_run_costs_no_checkpoint_and_the_resume_does_it(step, tmp_path):
-    """As a kill between the two does. Rows, checkpoints and their cards are those of a run that nobody disturbed."""
+    """As after a kill between the two. Rows, checkpoints and cards equal those of an undisturbed run."""
     with small_trainer(tmp_path / "straight", *SAVED_AND_SCORED) as trainer:
         assert trainer.fit() == 0
         straight = tensors(trainer)
@@ -502,7 +502,7 @@ def test_a_row_that_a_run_had_written_after_its_checkpoint_is_there_once(tmp_pat
     with small_trainer(tmp_path / "run", *overrides, "run.skip_damaged=true") as trainer:
         assert trainer.fit() == 0
     assert [row["step"] for row in read(path)] == [1, 2, *range(4, 13)]
-    assert "rows that the run writes again are cut off" in capsys.readouterr().err
+    assert "rows that the resumed run will write again" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("quick_ending")
@@ -558,7 +558,7 @@ def test_resume_restores_the_random_state_and_a_finished_run_stays_as_it_is(tmp_
         assert trainer.fit() == 0
         assert torch.equal(torch.get_rng_state(), state)
     assert (tmp_path / "run" / METRICS).read_bytes() == written
-    assert "run has a checkpoint of step 12: 12 are done" in capsys.readouterr().err
+    assert "run has a checkpoint at step 12; all 12 steps are done" in capsys.readouterr().err
 
 
 def test_a_damaged_checkpoint_is_named_and_replaced_only_on_request(tmp_path):
@@ -613,8 +613,8 @@ def test_a_sample_that_fails_comes_after_the_summary_and_hides_nothing(tmp_path,
     shown = capsys.readouterr()
     assert "12 steps" in shown.out
     assert "nonzeros per token" in shown.out
-    (said,) = (line for line in shown.err.splitlines() if "gives no sample" in line)
-    assert said.endswith("step_00000012/hf gives no sample of its text: ValueError: no such architecture")
+    (said,) = (line for line in shown.err.splitlines() if "no text sample" in line)
+    assert said.endswith("step_00000012/hf: ValueError: no such architecture")
 
 
 def test_a_run_whose_folder_was_removed_saves_its_weights_and_ends_with_an_error(tmp_path):
@@ -632,7 +632,7 @@ def test_a_run_whose_folder_was_removed_saves_its_weights_and_ends_with_an_error
             return advance(batches)
 
         trainer.advance = removing
-        with pytest.raises(MetricsError, match=r"ends at step 8: .*metrics\.jsonl was removed or replaced while"):
+        with pytest.raises(MetricsError, match=r"ends at step 8: .*metrics\.jsonl was removed or replaced during"):
             trainer.fit()
     with small_trainer(folder, "run.checkpoint_every=4", "run.skip_damaged=true") as trainer:
         assert trainer.fit() == 0

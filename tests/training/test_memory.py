@@ -1,4 +1,4 @@
-"""The arithmetic of memory against the peaks that were measured on H200s (docs/RESULTS.md, docs/dev/LOG.md)."""
+"""Estimated memory compared with peaks measured on H200s (docs/RESULTS.md, docs/dev/LOG.md)."""
 
 import pytest
 from small_run import small_config

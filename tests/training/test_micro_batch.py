@@ -1,4 +1,4 @@
-"""runtime.micro_batch_size=auto: what it chooses, when it grows, what it does where memory runs out; on a fake GPU."""
+"""runtime.micro_batch_size=auto: its choice, its growth, and its behaviour when memory runs out; on a fake GPU."""
 
 import errno
 import json
@@ -67,12 +67,12 @@ def test_the_largest_divisor_that_fits_is_chosen_and_the_passes_leave_no_trace(t
 
 
 def test_a_line_says_what_memory_is_used_for_and_how_much_is_left(tmp_path):
-    """Where passes needed a GiB more than the arithmetic says, activations did."""
+    """If passes need a GiB more than estimated, it is attributed to activations."""
     with small_trainer(tmp_path / "run", *AUTO) as trainer:
         gpu, chosen = FakeGpu(trainer, sequences=4), trainer.micro_batch
         gpu.bytes, chosen.size, found = 5 * GIB, 4, chosen.usage(4)
         by_arithmetic = (
-            "4 of 12 sequences at a time: weights 0.0, optimizer 0.0, gradients 0.0, buckets 0.0, activations 0.0 GiB;"
+            "4 of 12 sequences: weights 0.0, optimizer 0.0, gradients 0.0, buckets 0.0, activations 0.0 GiB;"
             " estimated peak 0.0 GiB of 5.0 GiB (5.0 GiB free)"
         )
         assert str(chosen) == by_arithmetic
@@ -105,7 +105,7 @@ def test_where_ranks_share_states_the_arithmetic_alone_chooses(tmp_path):
         gpu, chosen = FakeGpu(trainer, sequences=1), trainer.micro_batch
         chosen.memory = replace(chosen.memory, sharing=Sharing(100, 100, 100))
         trainer.micro_batch.choose()
-        assert (trainer.micro_batch.size, gpu.tried) == (4, [])  # what states take on one rank is room for more
+        assert (trainer.micro_batch.size, gpu.tried) == (4, [])  # sharded state leaves room for more
         assert trainer.micro_batch.capacity == gpu.bytes
 
 
@@ -122,8 +122,8 @@ def test_shards_that_have_room_for_few_tokens_are_told_of_recomputation(recomput
             assert said == ""
         else:
             assert chosen.size == 2
-            assert "micro-batches of 1,024 tokens are small for what shards send with each of them;" in said
-            assert "runtime.recompute=true has room for 6 sequences instead of 2, and may be faster" in said
+            assert "1,024 tokens per micro-batch are few for the communication of a sharded model;" in said
+            assert "runtime.recompute=true allows micro-batch 6 instead of 2 and may be faster" in said
 
 
 @pytest.mark.parametrize(("batch", "size"), [(12, 12), (48, 16), (34, 2), (17, 1)])
@@ -150,7 +150,7 @@ def test_a_deterministic_run_chooses_by_arithmetic_alone_and_keeps_the_size(tmp_
             return trainer.micro_batch.size
 
     assert run(5, steps=3) == 4
-    monkeypatch.setattr(micro_batch, "MARGIN", 1)  # an arithmetic that would choose less
+    monkeypatch.setattr(micro_batch, "MARGIN", 1)  # an estimate that would choose less
     assert run(5, steps=6) == 4
 
 
@@ -193,7 +193,7 @@ def test_it_grows_once_layers_are_sparse_and_goes_back_while_they_are_dense(tmp_
 @pytest.mark.slow
 @pytest.mark.usefixtures("fast_decisions")
 def test_while_layers_are_dense_it_does_not_grow(tmp_path):
-    """Although 8 fit by arithmetic, as they did at the start, where real passes said otherwise."""
+    """Although 8 are estimated to fit, as at the start, where real passes showed otherwise."""
     most = iter([4])  # at the first call
     rows, _, tried = growing(tmp_path / "run", lambda step: False, "dense", lambda: next(most, 16))
     assert (sizes(rows), tried) == ([4] * 30, [8, 4])
@@ -287,7 +287,7 @@ def test_a_compiled_run_may_halve_as_often_as_it_has_to(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("override", "size", "said"),
-    [("runtime.micro_batch_size=6", 6, "as runtime.micro_batch_size says"), (AUTO[0], 1, "runtime.recompute=true")],
+    [("runtime.micro_batch_size=6", 6, "set by runtime.micro_batch_size"), (AUTO[0], 1, "runtime.recompute=true")],
 )
 def test_a_given_number_is_not_halved_nor_is_one(override, size, said, tmp_path):
     with small_trainer(tmp_path / "run", *AUTO, override) as trainer:
@@ -314,7 +314,7 @@ def test_memory_that_ran_out_is_named_where_the_record_cannot_be_written(tmp_pat
     monkeypatch.setattr(micro_batch, "write_whole", full)
     with small_trainer(tmp_path / "run", *AUTO) as trainer:
         trainer.micro_batch.ranks = replace(trainer.ranks, world_size=2)
-        said = rf"^lost\. .*{RECORD}, by which .* 6, cannot be written \(No space.*runtime\.micro_batch_size=6"
+        said = rf"^lost\. .*{RECORD}, which limits .* 6, cannot be written \(No space.*runtime\.micro_batch_size=6"
         with pytest.raises(OutOfMemory, match=said):
             trainer.micro_batch._halve("lost")
 
@@ -344,7 +344,7 @@ def test_two_ranks_agree_grow_alike_and_go_on_with_half_after_one_ran_out_of_mem
     record = json.loads((folder / RECORD).read_text())
     said = f"step {OUT_OF_MEMORY}: out of memory with micro-batch 8"
     assert record == {"most": 4, "because": f"rank 1, {said}"}
-    assert f"rank 1: {said}. Started again" in done.stderr
+    assert f"rank 1: {said}. Restarted" in done.stderr
     assert "step 9: layers are sparse: micro-batch 4 -> 8" in done.stderr
     assert "micro-batch at most 4: rank 1, step 11" in done.stderr
     rows = read(folder / METRICS)

@@ -1,4 +1,4 @@
-"""A run on several prepared corpora: what its rows, its summary and its picture say of each."""
+"""A run on several prepared corpora: what its rows, summary and figure show for each."""
 
 import json
 import random
@@ -48,7 +48,7 @@ def test_a_run_validates_each_source_of_its_mix(tmp_path, monkeypatch, capsys):
         assert (row["step"] in (4, 8, 12)) == (None not in each.values())
     assert each == pytest.approx(found)
     said = capsys.readouterr().out
-    assert f"0.75 prose + 0.25 code: {data.training_tokens:,} training tokens until one of them begins again" in said
+    assert f"0.75 prose + 0.25 code: {data.training_tokens:,} training tokens until one of the sources repeats" in said
     assert f"held-out prose      {found['prose']:,.3f}\n" in said
     assert f"held-out code       {found['code']:,.3f}\n" in said
     assert (folder / "plots" / LOSS_PLOT).stat().st_size > 0

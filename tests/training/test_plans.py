@@ -1,4 +1,4 @@
-"""Plans: decided when and from what they say they are, alike after a resume, and without effect on what is computed.
+"""Plans: decided at the documented steps from the documented counts, equal after a resume, without effect on results.
 
 On the CPU the trainer runs the dense engine of the registered operator; which engine a plan names is for tests/gpu.
 """
@@ -30,7 +30,7 @@ COUNTS = torch.tensor(True)
 
 @contextmanager
 def fake(*overrides, layers=2):
-    """Plans of as many layers, without a model."""
+    """Plans of `layers` layers, without a model."""
     with process_group("cpu"):
         yield plans_of(*overrides, layers=layers)
 
@@ -50,7 +50,7 @@ def plans_of(*overrides, layers=2):
 
 
 def counted(per_token, per_tile, fullest=None):
-    """The sums of a step that counted these in each layer."""
+    """The sums of a step with these counts in each layer."""
     sums = StepSums()
     sums.nnz = torch.tensor([int(value * STEP_TOKENS) for value in per_token])
     sums.union = torch.tensor([value * STEP_TILES for value in per_tile])
@@ -165,7 +165,7 @@ def test_a_run_decides_by_what_was_measured(measured):
         plans.begin()
         assert plans.chosen_by() == "chosen by what was measured on this GPU model"
         assert [block.policy for block in plans.blocks] == [plans.policy]  # validation chooses alike
-        plans.after(1, counted([300], [5632]), COUNTS)  # for which the package's constants say dense
+        plans.after(1, counted([300], [5632]), COUNTS)  # the package's constants would choose dense
         plans.before(3)
         assert plans.engines == ["tile"]
 
@@ -195,7 +195,7 @@ def test_a_run_says_by_what_it_decides_where_that_is_not_of_this_gpu(measured, m
             "chosen by an H200's constants; `sparsellm calibrate model=2048x5632` measures this GPU"
         )
         plans.restore(plans.state())
-        assert plans.chosen_by() == "chosen by the constants of an H200, as when the run began"
+        assert plans.chosen_by() == "chosen by the constants of an H200, as when the run started"
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
         plans.restore(plans.state())
         assert plans.chosen_by() is None
@@ -209,7 +209,7 @@ def test_a_resume_goes_by_what_the_run_began_with(measured, began_with):
         resumed = plans_of(layers=1)
         resumed.restore(state)
         assert resumed.policy.measured.get((2048, 5632)) == began_with
-        assert "as when the run began" in resumed.chosen_by()
+        assert "as when the run started" in resumed.chosen_by()
 
 
 def test_a_resume_goes_by_its_own_costs_and_a_run_that_begins_by_what_the_cache_has(monkeypatch, tmp_path):
@@ -231,7 +231,7 @@ def test_a_resume_on_other_kernels_says_that_it_does_not(measured, capsys):
         state["costs"] = costs_of("triton").as_json()
         plans.restore(state)
         assert plans.policy.measured[2048, 5632] == costs_of(dense=1.5)
-        assert "measured on the Triton kernels, which do not compute here" in capsys.readouterr().err
+        assert "costs of the Triton kernels, which are not used here" in capsys.readouterr().err
 
 
 def test_the_fullest_micro_batch_counts_by_its_own_tokens():
@@ -305,7 +305,7 @@ def fit(folder, forced=True, stop_after=None, **changes):
 
 @pytest.fixture
 def fine_rooms(monkeypatch):
-    """Rooms that tell apart what was counted."""
+    """Capacities that show differences in counts."""
     monkeypatch.setattr(costs, "ROOM_MULTIPLE", 1)
     monkeypatch.setattr(costs, "ROOM", 1)
 
@@ -355,7 +355,7 @@ def test_a_counted_step_that_is_skipped_decides_nothing(tmp_path):
 def test_runs_with_and_without_plans_resume_each_other(tmp_path):
     fit(tmp_path / "run", forced=False, stop_after=2)
     decided, _ = fit(tmp_path / "run", stop_after=5)
-    assert decided == {step: [START] * 2 for step in (3, 4, 5)}  # what step 1 counted was not asked
+    assert decided == {step: [START] * 2 for step in (3, 4, 5)}  # counts of step 1 were not used
     assert fit(tmp_path / "run", forced=False)[0].keys() == set(range(6, 13))
 
 

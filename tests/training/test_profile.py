@@ -67,11 +67,11 @@ def test_every_rank_writes_one_and_the_main_one_says_so(tmp_path, capsys):
             pass
     names = sorted(path.name for path in (tmp_path / "profile").iterdir())
     assert names == [f"steps_1-1.rank_0000{rank}.json.gz" for rank in (0, 1)]
-    assert capsys.readouterr().err.count("and one of each of the 2 ranks") == 1
+    assert capsys.readouterr().err.count("and one for each of the 2 ranks") == 1
 
 
 def test_steps_are_typed_as_whole_numbers():
     assert from_overrides(["runtime.profile_steps=[20,22]"]).runtime.profile_steps == [20, 22]
     for wrong in ("20", "[a,b]", "[1.5,2]", "[true,2]"):
-        with pytest.raises(ConfigError, match="it must be a list of whole numbers, as \\[1,2\\]"):
+        with pytest.raises(ConfigError, match="it must be a list of whole numbers, like \\[1,2\\]"):
             from_overrides([f"runtime.profile_steps={wrong}"])

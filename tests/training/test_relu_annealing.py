@@ -13,7 +13,7 @@ from sparsellm.ops import feedforward
 from sparsellm.ops.mixed import mixed_feedforward
 from sparsellm.runs.metrics import METRICS, read
 from sparsellm.training.loop import Trainer
-from sparsellm.training.relu_annealing import GradualRelu, MixedFeedForward
+from sparsellm.training.relu_annealing import MixedFeedForward, ReluAnnealing
 
 STEP = 128  # tokens
 GRADUAL = [f"sparsity.relu_tokens={5 * STEP}", "logging.every=1"]  # the fifth step has a ReLU
@@ -86,9 +86,9 @@ def test_the_gate_changes_with_the_tokens_and_a_resume_goes_on_exactly(tmp_path)
 
 def test_the_kernels_have_no_part_in_it_until_the_gate_is_a_relu(tmp_path):
     with small_trainer(tmp_path / "run", *GRADUAL) as trainer:
-        trainer.gradual._take(trainer.gradual.blocks)
+        trainer.annealing._take(trainer.annealing.blocks)
         force_plans(trainer)
-        trainer.gradual = GradualRelu(trainer.config.sparsity, trainer.decoder, trainer.plans, torch.device("cpu"))
+        trainer.annealing = ReluAnnealing(trainer.config.sparsity, trainer.decoder, trainer.plans, torch.device("cpu"))
         batches, engines, counted = trainer.data.batches(None), [], []
         for _ in range(12):
             sums, norm, clock = trainer.advance(batches)

@@ -112,7 +112,7 @@ def test_a_run_says_what_it_is_before_its_first_step_and_what_a_resume_goes_on_w
         f"  model               {parameters:,} parameters, 2 layers of 48 neurons, relu, L1 0.01 (`sum`)",
         f"  data                random in {tmp_path}/tokens: 1,000 training tokens, read 1.5 times",
         f"  folder              {tmp_path}/tiny",
-        "  micro-batch         8 of 8 sequences at a time",
+        "  micro-batch         8 of 8 sequences",
         "  Weights & Biases    disabled",
     ]
     assert capsys.readouterr().out.splitlines()[:7] == opening

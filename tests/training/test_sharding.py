@@ -1,4 +1,4 @@
-"""Models in shards train as copies of them do, and what one shape of ranks saved any other resumes."""
+"""Sharded models train like replicated ones, and any layout of ranks resumes checkpoints of any other."""
 
 import os
 import threading
@@ -61,13 +61,13 @@ def state(trainer):
 
 # ---- the same training
 
-# A few tokens in a step, of many neurons: some are silent.
+# Few tokens per step and many neurons: some do not fire.
 DRAWN_ANEW = [
     "training.sequence_length=1", "model.intermediate_size=480", "sparsity.reinit_dead_after_tokens=2",
     "sparsity.reinit_every=2", "optimizer.grad_clip=0.5",
 ]  # fmt: skip
 COMPILED = ["runtime.recompute=true", "runtime.precision=bfloat16", "runtime.compile=true"]
-# What the paper's models have not: each rank has rows of biases and of an output matrix.
+# Features that the paper's models lack: each rank has rows of biases and of an output matrix.
 ATTENTION = [
     "model.num_key_value_heads=1", "model.head_dim=24", "model.attention_bias=true", "model.tie_embeddings=false",
 ]  # fmt: skip
@@ -80,7 +80,7 @@ STEPS, COUNTED = 4, 2
 
 
 def train(folder, ranks, shard, nodes, overrides):
-    """What a run in shards does: its weights before and after, each step's numbers, what it sends, what it keeps."""
+    """A sharded run: its weights before and after, each step's numbers, communication, and memory."""
     os.environ["LOCAL_WORLD_SIZE"] = str(ranks.world_size // nodes)
     trainer = trainer_in(folder / f"{shard}-{nodes}", ranks, f"runtime.shard={shard}", *overrides)
     drawn, random = wholes(trainer.optimizer.parameters), torch.get_rng_state()
@@ -123,7 +123,7 @@ def train_every_way(rank, world_size, folder):
                 for shard in shards:
                     found[name, shard, nodes] = train(folder / name, ranks, shard, nodes, overrides)
         os.environ["LOCAL_WORLD_SIZE"] = "2" if rank else "1"
-        with pytest.raises(ConfigError, match="nodes have 1 and 2 ranks, and shards need as many on each"):
+        with pytest.raises(ConfigError, match="nodes have 1 and 2 ranks, but sharding needs the same number on each"):
             trainer_in(folder / "uneven", ranks, "runtime.shard=full")
         return found
 
@@ -163,7 +163,7 @@ def test_shards_train_as_copies_do_send_what_they_should_and_keep_their_share(tm
 
 
 def save_and_resume(rank, world_size, folder):
-    """Train and save three states; once all nine are there, resume each in three ways: what differs from what was."""
+    """Train and save three states; once all nine exist, resume each in three ways. Returns the differences."""
     os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
     with joined(folder / f"store-{world_size}", rank, world_size) as ranks:
         for shard in SHARDS:
@@ -219,7 +219,7 @@ def test_one_rank_shares_with_nobody_and_says_so(tmp_path, capsys):
         config = small_config("runtime.shard=full")
         model = sharding.decoder(config.model, config.sparsity.activation, config.runtime, ranks)
     assert not any(isinstance(p, DTensor) for p in model.parameters())
-    assert "runtime.shard=full: one rank has nobody to share with, and holds all" in capsys.readouterr().err
+    assert "runtime.shard=full has no effect with one rank" in capsys.readouterr().err
 
 
 def test_copies_begin_without_a_warning_of_torch(tmp_path, recwarn):

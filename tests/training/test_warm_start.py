@@ -1,4 +1,4 @@
-"""Runs that start from an existing model: what they take from it, what is refused, and that it is read once."""
+"""Runs that start from an existing model: what they use from it, refusals, and that it is read once."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ from sparsellm.training.loop import Trainer
 from sparsellm.training.relu_annealing import MixedFeedForward
 
 WORDS = ("a sparse model of dense layers", "the gate opens and the neuron fires", "tokens in a row")
-# As the smoke experiment, which is tiny; a model with more than 96 ids, for a byte-level tokenizer has 256 and more.
+# Like the smoke experiment, which is tiny; with more than 96 ids, because a byte-level tokenizer has at least 256.
 RUN = [
     "training.steps=4", "training.batch_size=4", "training.sequence_length=16", "logging=disabled",
     "logging.validation_every=2", "logging.validation_samples=4", "run.checkpoint_every=2", "runtime.device=cpu",
@@ -151,7 +151,7 @@ def test_what_does_not_agree_with_the_source_is_refused_by_name(run, folder, tmp
     assert "model.num_layers is 24, and init_from=source has 2" in refusal(source, "model=qwen2p5_0p5b")
     assert "init_from=./sources does not exist: did you mean source?" in refusal("init_from=./sources")
 
-    # What is wrong with its tokenizer is said of the key that was typed.
+    # Mistakes in its tokenizer are reported for the typed key.
     for damage, expected in (
         (lambda path: (path / "tokenizer.json").write_text("{}"), "the tokenizer of init_from=mine cannot be loaded"),
         (lambda path: (path / "tokenizer.json").unlink(), "the tokenizer of init_from=mine is not there"),
@@ -165,13 +165,13 @@ def test_what_does_not_agree_with_the_source_is_refused_by_name(run, folder, tmp
         shutil.rmtree("mine")
     small = ["experiment=smoke", "data=stdlib_docs", "data.files=[]", "data.tokenizer=null"]
     said = refusal(source, *small)
-    assert "has 4,096 ids and the model of init_from=source 320: the two must be of one model" in said
+    assert "has 4,096 ids, but the model of init_from=source has 320: they should belong together" in said
     shutil.copytree("source", "copy")
     assert run(prepare_data, source, "data.path=named") == 0
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(folder / "other" / file, "copy")
     said = refusal("init_from=copy", "data.path=named")
-    assert "data.tokenizer was 'source' and is 'copy' now): set that back" in said
+    assert "data.tokenizer was 'source', now it is 'copy'): restore them" in said
     assert "has changed since" not in said
     assert "training.sequence_length 65 is longer than model.context_length 64" in refusal(
         source, "training.sequence_length=65"
@@ -181,8 +181,8 @@ def test_what_does_not_agree_with_the_source_is_refused_by_name(run, folder, tmp
     other = [source, f"data.tokenizer={folder / 'other'}"]
     for key in ("init_from", "distill.teacher"):
         said = refusal(f"{key}=source", other[1], command=prepare_data)
-        assert f"is another tokenizer than that of {key}=source" in said
-        assert said.endswith("give data.tokenizer=source")
+        assert f"differs from the tokenizer of {key}=source" in said
+        assert said.endswith("use data.tokenizer=source")
     assert not (tmp_path / "tokens").exists()
     assert run(prepare_data, other[1]) == 0
     said = refusal(*other, code=1)
@@ -203,12 +203,12 @@ def test_what_does_not_agree_with_the_source_is_refused_by_name(run, folder, tmp
 
     relu = json.loads((tmp_path / "source/config.json").read_text()) | {"hidden_act": "relu"}
     (tmp_path / "source/config.json").write_text(json.dumps(relu))
-    assert "init_from=source has ReLU already: leave it out" in refusal(source, "sparsity.relu_tokens=64")
+    assert "init_from=source already has ReLU: leave it out" in refusal(source, "sparsity.relu_tokens=64")
     (tmp_path / "source/config.json").write_text(
         json.dumps(relu | {"layer_types": ["full_attention", "sliding_attention"]})
     )
     said = refusal(source)
-    assert "init_from=source cannot be read: source is not a model that the decoder can hold" in said
+    assert "init_from=source cannot be read: source is not a model that the decoder can represent" in said
     assert "sliding_attention" in said
 
 
@@ -278,7 +278,7 @@ def test_a_source_on_the_hub_whose_weights_have_other_shapes_leaves_nothing_behi
     for given in (start, teaches):
         capsys.readouterr()
         assert run(train, *given) == 2
-        assert "not of the shape that config.json describes: model.norm.weight" in capsys.readouterr().err
+        assert "whose shape differs from config.json: model.norm.weight" in capsys.readouterr().err
         assert not (tmp_path / "runs").exists()
     save_file(whole, weights, metadata={"format": "pt"})
     assert run(train, *start) == 0
@@ -300,7 +300,7 @@ def test_a_source_whose_weights_are_damaged_or_have_changed_is_named(run, tmp_pa
     lacking = {name: tensor for name, tensor in found.items() if name != "lm_head.weight"}
     nan = found | {"model.norm.weight": torch.full([48], torch.nan)}
     for content, said in (
-        (short, "not of the shape that config.json describes: model.norm.weight"), (lacking, "missing: lm_head.weight"),
+        (short, "whose shape differs from config.json: model.norm.weight"), (lacking, "missing: lm_head.weight"),
         (nan, "not finite: model.norm.weight"),
     ):  # fmt: skip
         save_file(content, file, metadata={"format": "pt"})
@@ -317,7 +317,7 @@ def test_a_source_whose_weights_are_damaged_or_have_changed_is_named(run, tmp_pa
     assert run(train, "init_from=source", "run.name=r") == 2
     assert list(log.parent.iterdir()) == [log]
     shutil.rmtree(tmp_path / "runs")
-    # Begun, and not saved: it starts from the source, and from no other one.
+    # Started but not saved: it starts from the source, and from no other one.
     file.write_bytes(whole)
     assert run(train, "init_from=source", "run.name=r") == 0
     shutil.rmtree(tmp_path / "runs/r/checkpoints")
@@ -327,4 +327,4 @@ def test_a_source_whose_weights_are_damaged_or_have_changed_is_named(run, tmp_pa
     stock_model("qwen3", vocab_size=320, num_hidden_layers=3).save_pretrained(tmp_path / "source")
     assert run(train, "init_from=source", "run.name=r") == 2
     said = capsys.readouterr().err
-    assert "is not the model any more that run r was begun with (model.num_layers is 3 instead of 2" in said
+    assert "is no longer the model with which run r was started (model.num_layers is 3 instead of 2" in said

@@ -10,8 +10,8 @@ from evaluation.test_downstream import both
 from evaluation.test_evaluate import SHARED
 from tokenizers.processors import TemplateProcessing
 
-from sparsellm.evaluation import building, tasks
-from sparsellm.evaluation.building import Builder, Share
+from sparsellm.evaluation import task_requests, tasks
+from sparsellm.evaluation.task_requests import Builder, Share
 from sparsellm.hf import hub
 
 NAMES = ["arc_easy", "hellaswag", "winogrande"]  # one context for all choices, rows changed by code, a context for each
@@ -105,12 +105,12 @@ def test_a_template_is_compiled_once(rows, monkeypatch):
 def test_what_lm_eval_asks_of_a_row_is_computed_once_for_each_row(rows, name, monkeypatch):
     """Also for equal rows, which a benchmark may repeat; not for the next share of the task."""
     (loaded,) = load(rows, name)
-    asked = {method: [] for method in building.OF_A_ROW}
+    asked = {method: [] for method in task_requests.OF_A_ROW}
     for method, of in asked.items():
         compute = getattr(loaded.task, method)
         monkeypatch.setattr(loaded.task, method, lambda row, of=of, compute=compute: of.append(row) or compute(row))
     same = [next(tasks.each_row(loaded.task.eval_docs)) for _ in range(3)]
-    monkeypatch.setattr(building, "each_row", lambda _: iter(same))
+    monkeypatch.setattr(task_requests, "each_row", lambda _: iter(same))
     for _ in range(2):
         for of in asked.values():
             of.clear()
@@ -120,7 +120,7 @@ def test_what_lm_eval_asks_of_a_row_is_computed_once_for_each_row(rows, name, mo
             share.process_results(row, [(0.0, True)] * len(choices))
             share.doc_to_target(row)
         assert {method: [id(row) for row in of] for method, of in asked.items()} == {
-            method: [id(row) for row in same] for method in building.OF_A_ROW
+            method: [id(row) for row in same] for method in task_requests.OF_A_ROW
         }
 
 
@@ -179,7 +179,7 @@ def test_the_next_two_tasks_are_built_while_one_is_scored(rows, monkeypatch):
     assert len(first.instances) == 2 * 4
     builder.begun[NAMES[2], 2].result(timeout=60)
     assert built == [8, 8, 4]  # and the fourth is not started before the second is taken
-    monkeypatch.setattr(building, "Share", lambda *_: 1 / 0)
+    monkeypatch.setattr(task_requests, "Share", lambda *_: 1 / 0)
     builder.take(loaded[1], 2)
     builder.take(loaded[2], 2)
     with pytest.raises(ZeroDivisionError):
