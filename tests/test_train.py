@@ -12,11 +12,11 @@ import psutil
 import pytest
 import torch
 import yaml
+from logged_rows import differences, untimed_rows
 from processes import SERVER, family, kill, started
 
 from sparsellm.runs.metrics import METRICS, read
 
-TIMING = ("tokens_per_s", "mfu", "peak_memory_bytes", "data_wait_fraction")
 # The smoke experiment, smaller; every run of this module shares one prepared corpus.
 SMALL = [
     "model.hidden_size=64", "model.intermediate_size=128", "model.num_layers=2", "training.sequence_length=64",
@@ -78,10 +78,6 @@ def wait_for(path: Path, process: subprocess.Popen, seconds=120):
         time.sleep(0.02)
 
 
-def steps(folder: Path):
-    return [{k: v for k, v in row.items() if k not in TIMING} for row in read(folder / METRICS)]
-
-
 def test_killed_at_any_instant_a_run_ends_like_one_that_was_not(train, tmp_path):
     straight = train("run.name=straight")
     assert straight.returncode == 0, straight.stderr
@@ -92,7 +88,7 @@ def test_killed_at_any_instant_a_run_ends_like_one_that_was_not(train, tmp_path)
     resumed = train("run.name=killed")
     assert resumed.returncode == 0, resumed.stderr
     assert "resuming after step" in resumed.stdout
-    assert steps(tmp_path / "runs/killed") == steps(tmp_path / "runs/straight")
+    assert differences(untimed_rows(tmp_path / "runs/killed"), untimed_rows(tmp_path / "runs/straight")) == []
     weights = "checkpoints/step_00000040/hf/model.safetensors"
     assert (tmp_path / "runs/killed" / weights).read_bytes() == (tmp_path / "runs/straight" / weights).read_bytes()
 
@@ -224,7 +220,7 @@ def test_two_ranks_repeat_bit_for_bit(train, tmp_path):
     for name in ("a", "b"):
         done = train(f"run.name={name}", ranks=2)
         assert done.returncode == 0, done.stderr
-    assert steps(tmp_path / "runs/a") == steps(tmp_path / "runs/b")
+    assert differences(untimed_rows(tmp_path / "runs/a"), untimed_rows(tmp_path / "runs/b")) == []
 
 
 def test_every_mistake_at_once_and_nothing_left_behind(train, tmp_path):

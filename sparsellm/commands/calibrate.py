@@ -63,6 +63,9 @@ def layer_of(name: str) -> tuple[int, int]:
     for size in (width, neurons):
         if size % MULTIPLE or size > MAX_COLUMNS:
             raise ConfigError(
-                [f"model={name} has a dimension of {size}: K and N must be multiples of {MULTIPLE} up to {MAX_COLUMNS}"]
+                [
+                    f"model={name} has a dimension of {size}: K and N should be multiples of {MULTIPLE} up to"
+                    f" {MAX_COLUMNS}"
+                ]
             )
     return width, neurons

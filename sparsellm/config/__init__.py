@@ -22,6 +22,7 @@ from sparsellm.config.errors import ConfigError
 from sparsellm.config.model_rules import architecture_mistakes
 from sparsellm.config.schema import (
     MIX_PERIOD,
+    SHORTEST_SEQUENCE,
     Activation,
     AnalyzeConfig,
     BenchmarkConfig,

@@ -1,7 +1,7 @@
 """Declares a configuration key in its dataclass, with its help and the bounds of its value."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ class Bounds:
     multiple_of: int | None = None
 
     def mistake(self, value: Any) -> str | None:
-        """What `value` must be, if it is not; None if it is valid."""
+        """What `value` should be, if it is not; None if it is valid."""
         if value is None or value == "auto":
             return None
         wanted = [
@@ -47,9 +47,12 @@ def key(default: Any, meaning: str, **bounds: float) -> Any:
     return field(**made, metadata={MEANING: meaning, BOUNDS: Bounds(**bounds) if bounds else None})  # type: ignore[arg-type]
 
 
-def bound_mistakes(config: Any, prefix: str = "") -> Iterator[str]:
-    """A message for each value of a configuration, or of one group, that is outside its key's bounds."""
+def bound_mistakes(config: Any, prefix: str = "", names: Collection[str] | None = None) -> Iterator[str]:
+    """A message for each value of a configuration, or of one group, that is outside its key's bounds. `names`: the
+    keys to check, all by default."""
     for each in fields(config):
+        if names is not None and each.name not in names:
+            continue
         name, value = f"{prefix}{each.name}", getattr(config, each.name)
         if is_dataclass(value):
             yield from bound_mistakes(value, f"{name}.")
@@ -62,4 +65,4 @@ def bound_mistakes(config: Any, prefix: str = "") -> Iterator[str]:
             wanted = f"auto, or a number of {wanted}" if str in kinds else wanted
             wanted += ", or null" if type(None) in kinds else ""
         if wanted is not None:
-            yield f"{name} is {value}: it must be {wanted}"
+            yield f"{name} is {value}: it should be {wanted}"

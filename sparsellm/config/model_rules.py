@@ -18,10 +18,10 @@ def _head_mistakes(model: ModelConfig) -> list[str]:
             " change model.num_heads"
         )
     if model.head_dim is not None and (model.head_dim < 2 or model.head_dim % 2):
-        found.append(f"model.head_dim is {model.head_dim}: it must be an even number, or null")
+        found.append(f"model.head_dim is {model.head_dim}: it should be an even number, or null")
     if model.kv_heads < 1 or model.num_heads % model.kv_heads:
         found.append(
-            f"model.num_key_value_heads is {model.num_key_value_heads}: it must divide model.num_heads"
+            f"model.num_key_value_heads is {model.num_key_value_heads}: it should divide model.num_heads"
             f" {model.num_heads}, or be null"
         )
     return found
@@ -41,7 +41,7 @@ def _stock_mistakes(model: ModelConfig) -> list[str]:
         )
     if not model.gated and model.num_heads >= 1 and model.hidden_size % model.num_heads:
         found.append(
-            f"model.num_heads is {model.num_heads} with model.gated=false: it must divide model.hidden_size"
+            f"model.num_heads is {model.num_heads} with model.gated=false: it should divide model.hidden_size"
             f" {model.hidden_size}, because transformers requires it"
         )
     return found
@@ -59,12 +59,12 @@ def _rope_mistakes(model: ModelConfig) -> list[str]:
                 " null"
             )
         elif not isinstance(value, bool) and not 0 < value < math.inf:
-            found.append(f"model.rope_parameters.{name} is {value}: it must be a positive number")
+            found.append(f"model.rope_parameters.{name} is {value}: it should be a positive number")
     if rope.factor is not None and rope.factor < 1:
-        found.append(f"model.rope_parameters.factor is {rope.factor}: it must be at least 1")
+        found.append(f"model.rope_parameters.factor is {rope.factor}: it should be at least 1")
     for least, most in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
         if least in given and most in given and not given[least] < given[most]:
             found.append(
-                f"model.rope_parameters.{least} is {given[least]}: it must be below {most}, which is {given[most]}"
+                f"model.rope_parameters.{least} is {given[least]}: it should be below {most}, which is {given[most]}"
             )
     return found

@@ -125,7 +125,7 @@ def _set(typed: Typed, name: str, raw: str, schema: type) -> None:
         try:
             converted = convert(kinds[name], value, raw)
         except ValueError as error:
-            typed.mistakes.append(f"{name} is {raw or 'empty'}: it must be {error}")
+            typed.mistakes.append(f"{name} is {raw or 'empty'}: it should be {error}")
             return
         if name in PATHS and (found := [mistake for path in _strings(converted) for mistake in _path_mistakes(path)]):
             typed.mistakes += [f"{name}={mistake}" for mistake in found]

@@ -89,8 +89,8 @@ def _training_mistakes(training: TrainingConfig, context_length: int, world_size
         )
     if tokens >= 2**63:
         found.append(
-            f"training.steps {steps} x batch_size {batch} x sequence_length {length} are {tokens} tokens: they must be"
-            " below 2^63, so lower one of them"
+            f"training.steps {steps} x batch_size {batch} x sequence_length {length} are {tokens} tokens: they should"
+            " be below 2^63, so lower one of them"
         )
     if batch % world_size:
         found.append(
@@ -130,7 +130,7 @@ def _sparsity_mistakes(sparsity: SparsityConfig, gated: bool, training: Training
         )
     if activation == Activation.silu and not gated:
         found.append(
-            "sparsity.activation is silu with model.gated=false: it must be relu, the only activation of models"
+            "sparsity.activation is silu with model.gated=false: it should be relu, the only activation of models"
             " without a gate"
         )
     if (sparsity.l1_schedule == L1Schedule.constant) == (warmup != 0):
@@ -199,7 +199,7 @@ def _runtime_mistakes(runtime: RuntimeConfig, steps: int, world_size: int) -> li
         found += _compression_mistakes(runtime, world_size)
     if traced and not (len(traced) == 2 and 1 <= traced[0] <= traced[1] <= steps):
         found.append(
-            f"runtime.profile_steps is {traced}: it must be the first and the last step to trace, such as [20,22], up"
+            f"runtime.profile_steps is {traced}: it should be the first and the last step to trace, such as [20,22], up"
             f" to training.steps {steps}, or [] for none"
         )
     return found + _compiler_mistakes(runtime)
@@ -223,7 +223,9 @@ def _compiler_mistakes(runtime: RuntimeConfig) -> list[str]:
 def _data_mistakes(data: DataConfig, sequence_length: int) -> list[str]:
     found, source = [], data.source
     if not data.name or ".." in Path(data.name).parts or Path(data.name).is_absolute():
-        found.append(f"data.name is {data.name!r}: it must be a folder name in data/; for another place use data.path")
+        found.append(
+            f"data.name is {data.name!r}: it should be a folder name in data/; for another place use data.path"
+        )
     if source == Source.hub and data.dataset is None:
         found.append("data.source=hub needs the data set's name: data.dataset=OWNER/NAME")
     if source != Source.files and data.files:
@@ -247,8 +249,8 @@ def _data_mistakes(data: DataConfig, sequence_length: int) -> list[str]:
         found.append(f"{because} needs data.tokenizer=NAME or a folder")
     if data.max_tokens is not None and data.max_tokens <= sequence_length:
         found.append(
-            f"data.max_tokens is {data.max_tokens}: it must be at least {sequence_length + 1}, the tokens of a block of"
-            " training.sequence_length"
+            f"data.max_tokens is {data.max_tokens}: it should be at least {sequence_length + 1}, the tokens of a block"
+            " of training.sequence_length"
         )
     return found
 
@@ -262,7 +264,7 @@ def mix_mistakes(data: DataConfig) -> list[str]:
         number = isinstance(weight, int | float) and not isinstance(weight, bool) and 0 < weight < math.inf
         if source.keys() != {"data", "weight"} or not isinstance(name, str) or not Path(name).name or not number:
             return [
-                f"data.mix has {source}: each of its sources must be {{data: NAME, weight: W}}, the name or folder of"
+                f"data.mix has {source}: each of its sources should be {{data: NAME, weight: W}}, the name or folder of"
                 " prepared tokens and a positive number"
             ]
     found, total = [], sum(source["weight"] for source in data.mix)
@@ -340,9 +342,13 @@ def _gib(size: float) -> str:
 
 def prepare_mistakes(config: Config) -> list[str]:
     """Invalid values of `config` that decide which tokens are prepared."""
-    # A message starts with its key; keys of the model or the machine do not matter here.
-    matters = ("data.", "training.steps is", "training.batch_size is", "training.sequence_length is")
-    return [mistake for mistake in mistakes(config, world_size=1) if mistake.startswith(matters)]
+    data, training = config.data, config.training
+    return [
+        *bound_mistakes(training, "training.", ("steps", "batch_size", "sequence_length")),
+        *bound_mistakes(data, "data."),
+        *_data_mistakes(data, training.sequence_length),
+        *mix_mistakes(data),
+    ]
 
 
 def device_mistakes(key: str, device: Device) -> list[str]:

@@ -11,6 +11,7 @@ from sparsellm.config.architecture import ModelConfig
 from sparsellm.config.keys import key
 
 MIX_PERIOD = 10_000  # samples of data.mix within which every source gets its exact share
+SHORTEST_SEQUENCE = 1  # tokens: the least training.sequence_length
 
 
 class Activation(Enum):
@@ -259,7 +260,7 @@ class TrainingConfig:
 
     steps: int = key(9_537, "Optimizer steps.", minimum=1)
     batch_size: int = key(512, "Sequences per optimizer step, over all ranks.", minimum=1)
-    sequence_length: int = key(2_048, "Sequence length in tokens.", minimum=1)
+    sequence_length: int = key(2_048, "Sequence length in tokens.", minimum=SHORTEST_SEQUENCE)
     seed: int = key(0, "Seed for the initial weights.", minimum=0)
 
     @property

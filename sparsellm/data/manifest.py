@@ -110,7 +110,8 @@ def tokens_to_cut(manifest: Manifest) -> int:
 
 
 def longest_sequence(manifest: Manifest) -> int:
-    """The largest sequence length at which a cut leaves a block in both splits; below 1 if there is none."""
+    """The largest sequence length at which a cut leaves a block in both splits; below SHORTEST_SEQUENCE
+    if there is none."""
     total = manifest.train.tokens + manifest.validation.tokens
     return min(total // 2, total - int(_fraction(manifest) * total)) - 1
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sparsellm.config import RunConfig, Source
+from sparsellm.config import SHORTEST_SEQUENCE, RunConfig, Source
 from sparsellm.data import corpus, manifest, mix, sources, tokenizer
 from sparsellm.data.checksums import Verified
 from sparsellm.data.errors import DataError
@@ -55,7 +55,7 @@ def mistakes(request: Request, run: RunConfig, typed: Sequence[str] = ()) -> lis
     `typed`: the overrides that the configuration was composed from, used for the commands in remedies.
     """
     data, training = request.data, request.training
-    if min(training.steps, training.batch_size, training.sequence_length) < 1:
+    if min(training.steps, training.batch_size) < 1 or training.sequence_length < SHORTEST_SEQUENCE:
         return []  # sparsellm.config reports this; the number of tokens is unknown
     if data.source == Source.files and not data.files:
         return []  # sparsellm.config reports this; the preparing command is unknown

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from sparsellm.config import DataConfig, Source
+from sparsellm.config import SHORTEST_SEQUENCE, DataConfig, Source
 from sparsellm.data import corpus, encoding, sources, tokenizer
 from sparsellm.data.checksums import VERIFIED, Verified, digest_of, stamp
 from sparsellm.data.corpus import Document
@@ -524,7 +524,7 @@ def _too_short(manifest: Manifest) -> str:
     return (
         f"the text is {total:,} tokens long, but training.sequence_length {manifest.sequence_length} needs a block of"
         f" {manifest.sequence_length + 1:,} tokens to train on and another one to hold out:"
-        f" {remedy if longest >= 1 else 'give more text'}"
+        f" {remedy if longest >= SHORTEST_SEQUENCE else 'give more text'}"
     )
 
 

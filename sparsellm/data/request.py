@@ -10,7 +10,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from sparsellm.config import Config, DataConfig, Source, TrainingConfig, composition
+from sparsellm.config import SHORTEST_SEQUENCE, Config, DataConfig, Source, TrainingConfig, composition
 from sparsellm.data import corpus, tokenizer
 from sparsellm.data.errors import DataError
 from sparsellm.data.manifest import Manifest, blocks, longest_sequence
@@ -92,7 +92,7 @@ class Request:
         if min(blocks(train.tokens, length), blocks(validation.tokens, length)) > 0:
             return []
         remedies = []
-        if (fits := min(train.tokens, validation.tokens) - 1) >= 1:
+        if (fits := min(train.tokens, validation.tokens) - 1) >= SHORTEST_SEQUENCE:
             remedies.append(f"shorten training.sequence_length to at most {fits}")
         if not manifest.exhausted or length <= longest_sequence(manifest):
             remedies.append("prepare the text for this length in another data.path")

@@ -162,9 +162,10 @@ class StepValues:
     rest_calls: list[float] | None
     dead: list[float] | None
     reinitialized: list[float] | None  # so far
-    seconds: float
-    peak_memory: int | None
-    data_wait: float
+    # This rank's; a row has those of the main rank. See StepClock.
+    seconds: float  # of the whole step, including the wait for data
+    peak_memory: int | None  # bytes, the largest allocation during the step
+    data_wait: float  # seconds
     kl: float  # sum over tokens, in nats; 0 without a teacher
 
 
@@ -321,36 +322,50 @@ class History(NamedTuple):
         return f"{path} is damaged: {'; '.join(self.problems[:NAMED_PROBLEMS])}{more}"
 
 
-def _number(value: Any) -> bool:
+def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _count(value: Any) -> bool:
+def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _numbers(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_number, value))
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_number, value))
 
 
-def _scores(value: Any) -> bool:
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _are_scores(value: Any) -> bool:
     return (
-        isinstance(value, dict) and "mean" in value and all(score is None or _number(score) for score in value.values())
+        isinstance(value, dict)
+        and "mean" in value
+        and all(score is None or _is_number(score) for score in value.values())
     )
 
 
 # Validates each key's value if it is not null. Keys may be missing, except those of ALWAYS.
 KINDS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(
-        ("step", "tokens", "val_tokens", "skipped_steps", "wide_segments", "rest_calls", "micro_batch_size"), _count
+        (
+            "step", "tokens", "val_tokens", "skipped_steps", "wide_segments", "rest_calls", "micro_batch_size",
+            "peak_memory_bytes", "ffn_saved_bytes",
+        ),
+        _is_count,
     ),
     **dict.fromkeys(
-        ("loss", "ce", "val_ce", "l1", "nnz_mean", "lr", "l1_coefficient", "tokens_per_s", "relu_share", "distill_kl"),
-        _number,
+        (
+            "loss", "ce", "val_ce", "l1", "nnz_mean", "lr", "l1_coefficient", "grad_norm", "tokens_per_s", "mfu",
+            "data_wait_fraction", "relu_share", "distill_kl",
+        ),
+        _is_number,
     ),
-    **dict.fromkeys(("nnz_per_layer", "dead_per_layer", "reinitialized_per_layer"), _numbers),
-    "evaluation": _scores,
-}
+    **dict.fromkeys(("nnz_per_layer", "dead_per_layer", "reinitialized_per_layer"), _are_numbers),
+    "plan_per_layer": _are_names,
+    "evaluation": _are_scores,
+}  # fmt: skip
 ALWAYS = ("step",)
 # Keys that summaries and curves need in every row.
 NEVER_NULL = ("step", "tokens", "tokens_per_s", "l1_coefficient", "skipped_steps")
@@ -408,7 +423,7 @@ def _parsed(line: bytes, needed: Sequence[str], layers: int | None) -> dict[str,
     for key in dict.fromkeys((*ALWAYS, *needed)):
         if key not in row or (key in NEVER_NULL and row[key] is None):
             raise ValueError(f"it has no {key}")
-    for key, is_right in (*KINDS.items(), *((key, _number) for key in row if key.startswith(NAMED))):
+    for key, is_right in (*KINDS.items(), *((key, _is_number) for key in row if key.startswith(NAMED))):
         value = row.get(key)
         fits = not isinstance(value, list) or layers in (None, len(value))
         if value is not None and not (is_right(value) and fits):

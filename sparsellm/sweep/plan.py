@@ -219,7 +219,7 @@ def _points(request: SweepRequest) -> tuple[list[Point], list[str]]:
 def _mistakes(sweep: Sweep, request: SweepRequest, devices: int) -> list[str]:
     options, found = sweep.options, []
     if options.parallel < 1:
-        found.append(f"sweep.parallel is {options.parallel}: it must be at least 1")
+        found.append(f"sweep.parallel is {options.parallel}: it should be at least 1")
     elif options.parallel > 1 and (options.mode == SweepMode.slurm or options.point is not None):
         found.append(f"sweep.parallel is {options.parallel}, and SLURM starts a sweep's tasks at once: leave it out")
     elif (

@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 
 from attack.seed import SEED
+from logged_rows import untimed
 from processes import PATIENCE, SERVER, dying, family, kill, started
-from test_train import TIMING
 
 from sparsellm.data import corpus
 from sparsellm.runs.layout import VALUES, WAITING_ROW
@@ -76,10 +76,10 @@ def left(folder: Path) -> dict[str, object]:
         if path.is_dir() or path.name in TELLS_TIME or path.parent.name == "logs":
             found[name] = "there"
         elif path.name == METRICS:
-            found[name] = [_untimed(json.loads(line)) for line in path.read_text().splitlines()]
+            found[name] = [untimed(json.loads(line)) for line in path.read_text().splitlines()]
         elif path.name == VALUES:
             values = json.loads(path.read_text())
-            row = values[WAITING_ROW] and _untimed(values[WAITING_ROW])
+            row = values[WAITING_ROW] and untimed(values[WAITING_ROW])
             found[name] = values | {"metrics": "their checksum", WAITING_ROW: row}
         else:
             found[name] = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -91,10 +91,6 @@ def _is_older(name: str, plain: dict[str, object]) -> bool:
     with a checkpoint of their own step, which takes the place of an older one."""
     steps = sorted(each for each in plain if re.fullmatch(r".*/checkpoints/step_\d+", each))
     return re.match(r".*/checkpoints/step_\d+", name) is not None and not name.startswith(steps[-1])
-
-
-def _untimed(row: dict[str, object]) -> dict[str, object]:
-    return {key: value for key, value in row.items() if key not in TIMING}
 
 
 def undisturbed(command: list[str], setup: Callable[[Path], object], folder: Path) -> Undisturbed:

@@ -55,17 +55,17 @@ def test_every_key_of_the_rotary_embedding_names_another_run(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["model.num_key_value_heads=3"], "model.num_key_value_heads is 3: it must divide model.num_heads 4"),
+        (["model.num_key_value_heads=3"], "model.num_key_value_heads is 3: it should divide model.num_heads 4"),
         (["model.num_key_value_heads=0"], "model.num_key_value_heads is 0"),
-        (["model.head_dim=7"], "model.head_dim is 7: it must be an even number"),
+        (["model.head_dim=7"], "model.head_dim is 7: it should be an even number"),
         (["model.attention_bias=true", "model.qk_norm=true"], "model.attention_bias is true with model.qk_norm=true"),
         (["model.qk_norm=true", "model.gated=false"], "model.qk_norm is true with model.gated=false"),
-        (["model.gated=false", "model.num_heads=3", "model.head_dim=16"], "must divide model.hidden_size 128"),
+        (["model.gated=false", "model.num_heads=3", "model.head_dim=16"], "should divide model.hidden_size 128"),
         (["model.rope_parameters.factor=2"], "model.rope_parameters.factor is 2.0: rope_type=default does not use it"),
         (["model.rope_parameters.rope_type=linear"], "model.rope_parameters.factor is null"),
-        ([*LLAMA3, "model.rope_parameters.factor=0.5"], "factor is 0.5: it must be at least 1"),
-        ([*LLAMA3, "model.rope_parameters.high_freq_factor=1"], "low_freq_factor is 1.0: it must be below"),
-        ([*LLAMA3, "model.rope_parameters.low_freq_factor=-1"], "low_freq_factor is -1.0: it must be a positive"),
+        ([*LLAMA3, "model.rope_parameters.factor=0.5"], "factor is 0.5: it should be at least 1"),
+        ([*LLAMA3, "model.rope_parameters.high_freq_factor=1"], "low_freq_factor is 1.0: it should be below"),
+        ([*LLAMA3, "model.rope_parameters.low_freq_factor=-1"], "low_freq_factor is -1.0: it should be a positive"),
         ([*LLAMA3, "model.rope_parameters.truncate=true"], "truncate is True: rope_type=llama3 does not use it"),
     ],
 )

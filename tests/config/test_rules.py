@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from sparsellm.config import (
+    SHORTEST_SEQUENCE,
     ConfigError,
     Kernels,
     from_overrides,
     memory_mistakes,
     mistakes,
     parameters,
+    prepare_mistakes,
     ranks_that_share,
     state_bytes,
 )
@@ -30,35 +32,38 @@ ON_CPU = ["experiment=smoke", "runtime.device=cpu"]
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["sparsity.l1_coefficient=-1"], "sparsity.l1_coefficient is -1.0: it must be at least 0"),
+        (["sparsity.l1_coefficient=-1"], "sparsity.l1_coefficient is -1.0: it should be at least 0"),
         (["sparsity.l1_coefficient=nan"], "sparsity.l1_coefficient is nan"),
-        (["data.name=../corpus"], "data.name is '../corpus': it must be a folder name in data/; for another"),
-        (["data.name=/corpus"], "data.name is '/corpus': it must be a folder"),
-        (["data.name="], "data.name is '': it must be a folder"),
+        (["data.name=../corpus"], "data.name is '../corpus': it should be a folder name in data/; for another"),
+        (["data.name=/corpus"], "data.name is '/corpus': it should be a folder"),
+        (["data.name="], "data.name is '': it should be a folder"),
         (["training.batch_size=7"], "training.batch_size 7 is not divisible by the number of ranks, 2"),
         (["training.sequence_length=512"], "training.sequence_length 512 is longer than model.context_length 256"),
-        (["model.intermediate_size=500"], "model.intermediate_size is 500: it must be a multiple of 8"),
+        (["model.intermediate_size=500"], "model.intermediate_size is 500: it should be a multiple of 8"),
         (
             ["model.intermediate_size=65544"],
-            "intermediate_size is 65544: it must be at least 8 and at most 65536",
+            "intermediate_size is 65544: it should be at least 8 and at most 65536",
         ),
         (["model.num_heads=3"], "model.hidden_size 128 cannot be divided into 3 heads"),
-        (["model.num_heads=0"], "model.num_heads is 0: it must be at least 1"),
+        (["model.num_heads=0"], "model.num_heads is 0: it should be at least 1"),
         (["sparsity.activation=silu"], "sparsity.l1_coefficient is 0.001 with sparsity.activation=silu"),
         (["sparsity.l1_warmup_tokens=5"], "l1_warmup_tokens is 5 with sparsity.l1_schedule=constant"),
         (["sparsity.l1_schedule=linear"], "l1_warmup_tokens is 0 with sparsity.l1_schedule=linear"),
         (["distill.temperature=2"], "distill.temperature is 2.0 without a teacher: add distill.teacher=NAME"),
-        (["distill.teacher=a", "distill.weight=0"], "distill.weight is 0.0: it must be a positive number"),
+        (["distill.teacher=a", "distill.weight=0"], "distill.weight is 0.0: it should be a positive number"),
         (["sparsity.l1_schedule=cosine"], "l1_warmup_tokens is 0 with sparsity.l1_schedule=cosine"),
-        (["sparsity.relu_tokens=-1"], "sparsity.relu_tokens is -1: it must be at least 0"),
+        (["sparsity.relu_tokens=-1"], "sparsity.relu_tokens is -1: it should be at least 0"),
         (["sparsity.relu_tokens=819201"], "sparsity.relu_tokens 819201 exceeds the run's 819200 tokens"),
         (["sparsity.relu_tokens=9", "model.gated=false"], "activation=relu and model.gated=false: set it to 0"),
         (["sparsity.relu_tokens=9", "sparsity=dense_silu"], "activation=silu and model.gated=true: set it to 0"),
-        (["sparsity.l1_start_tokens=-1"], "sparsity.l1_start_tokens is -1: it must be at least 0"),
+        (["sparsity.l1_start_tokens=-1"], "sparsity.l1_start_tokens is -1: it should be at least 0"),
         (["sparsity.l1_start_tokens=819200"], "together exceed the run's 819200 tokens"),
         (["sparsity.reinit_dead_after_tokens=0"], "sparsity.reinit_dead_after_tokens is 0: .* at least 1, or null"),
-        (["sparsity.reinit_every=0"], "sparsity.reinit_every is 0: it must be at least 1"),
-        (["sparsity.reinit_blend=0", "sparsity.reinit_dead_after_tokens=9"], "reinit_blend is 0.0: it must be above 0"),
+        (["sparsity.reinit_every=0"], "sparsity.reinit_every is 0: it should be at least 1"),
+        (
+            ["sparsity.reinit_blend=0", "sparsity.reinit_dead_after_tokens=9"],
+            "reinit_blend is 0.0: .* above 0",
+        ),
         (["sparsity.reinit_blend=0.1"], "reinit_blend is 0.1 with .*, which disables it: set reinit_dead_after_tokens"),
         (["sparsity=dense_silu", "sparsity.reinit_dead_after_tokens=9"], "=silu, whose neurons are never dead"),
         (
@@ -70,18 +75,18 @@ ON_CPU = ["experiment=smoke", "runtime.device=cpu"]
             "reinit_every 100 after relu_tokens 819200 never takes effect in .* could be at step 400",
         ),
         (["optimizer.decay_fraction=0.3"], "optimizer.decay_fraction is 0.3 with optimizer.schedule=cosine"),
-        (["optimizer.schedule=wsd", "optimizer.decay_fraction=0"], "decay_fraction is 0.0: it must be above 0"),
-        (["optimizer.schedule=wsd", "optimizer.decay_fraction=nan"], "decay_fraction is nan: it must be above 0"),
+        (["optimizer.schedule=wsd", "optimizer.decay_fraction=0"], "decay_fraction is 0.0: it should be above 0"),
+        (["optimizer.schedule=wsd", "optimizer.decay_fraction=nan"], "decay_fraction is nan: it should be above 0"),
         (["optimizer.schedule=wsd", "optimizer.warmup_steps=321"], "warmup_steps 321 overlaps the decay"),
-        (["runtime.profile_steps=[20]"], r"runtime.profile_steps is \[20\]: it must be the first and the last step"),
-        (["runtime.profile_steps=[9,8]"], r"runtime.profile_steps is \[9, 8\]: it must be"),
-        (["runtime.profile_steps=[0,8]"], r"runtime.profile_steps is \[0, 8\]: it must be"),
+        (["runtime.profile_steps=[20]"], r"runtime.profile_steps is \[20\]: it should be the first and the last step"),
+        (["runtime.profile_steps=[9,8]"], r"runtime.profile_steps is \[9, 8\]: it should be"),
+        (["runtime.profile_steps=[0,8]"], r"runtime.profile_steps is \[0, 8\]: it should be"),
         (["runtime.profile_steps=[9,401]"], "up to training.steps 400"),
-        (["run.keep_every=-1"], "run.keep_every is -1: it must be at least 0"),
+        (["run.keep_every=-1"], "run.keep_every is -1: it should be at least 0"),
         (["optimizer.warmup_steps=401"], "optimizer.warmup_steps 401 exceeds training.steps 400"),
-        (["optimizer.learning_rate=0"], "optimizer.learning_rate is 0.0: it must be a positive number"),
+        (["optimizer.learning_rate=0"], "optimizer.learning_rate is 0.0: it should be a positive number"),
         (["optimizer.beta2=1"], "optimizer.beta2 is 1.0"),
-        (["logging.every=11"], "logging.every is 11: it must be at least 1 and at most 10"),
+        (["logging.every=11"], "logging.every is 11: it should be at least 1 and at most 10"),
         (["run.name=A/B"], "run.name is 'A/B': use only"),
         (["run.name=.."], r"run.name is '\.\.'"),
         ([f"run.name={'a' * 201}"], "run.name is 'a+': use only .*, at most 200"),
@@ -102,14 +107,32 @@ ON_CPU = ["experiment=smoke", "runtime.device=cpu"]
             ["runtime.ddp_compress=bf16", "runtime.precision=bfloat16", "runtime.device=cpu"],
             "ddp_compress=bf16, but torch compresses only communication between GPUs",
         ),
-        (["runtime.micro_batch_size=0"], "runtime.micro_batch_size is 0: it must be auto, or a number of at least 1"),
-        (["runtime.micro_batch_size=all"], "runtime.micro_batch_size is all: it must be auto, or a number"),
-        (["runtime.memory_limit_gib=0"], "runtime.memory_limit_gib is 0.0: it must be a positive number"),
+        (["runtime.micro_batch_size=0"], "runtime.micro_batch_size is 0: it should be auto, or a number of at least 1"),
+        (["runtime.micro_batch_size=all"], "runtime.micro_batch_size is all: it should be auto, or a number"),
+        (["runtime.memory_limit_gib=0"], "runtime.memory_limit_gib is 0.0: it should be a positive number"),
     ],
 )
 def test_values_that_cannot_be_are_refused_by_name(overrides, message):
     found = mistakes(from_overrides(overrides), 2)
     assert any(re.search(message, problem) for problem in found), found
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("training.steps", 0),
+        ("training.batch_size", 0),
+        ("training.sequence_length", SHORTEST_SEQUENCE - 1),
+        ("data.max_tokens", 0),
+        ("data.name", ".."),
+        ("data.source", "hub"),
+    ],
+)
+def test_prepare_data_refuses_the_keys_that_decide_its_tokens_and_no_others(key, value):
+    config = from_overrides([f"{key}={value}", "model.num_heads=0", "training.seed=-1", "runtime.data_workers=-1"])
+    found = prepare_mistakes(config)
+    assert found, "nothing is refused"
+    assert [message for message in found if not message.startswith(key)] == []
 
 
 @pytest.mark.parametrize(
@@ -161,9 +184,9 @@ def test_schedules_and_reinitialization_that_just_fit_are_accepted():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ([f"training.steps={10**30}"], "training.steps is 1000000000000000000000000000000: it must be below 2.63"),
-        (["training.steps=1e18"], "are 2048000000000000000000 tokens: they must be below 2.63"),
-        (["runtime.data_workers=100000"], "runtime.data_workers is 100000: it must be at least 0 and at most 256"),
+        ([f"training.steps={10**30}"], "training.steps is 1000000000000000000000000000000: it should be below 2.63"),
+        (["training.steps=1e18"], "are 2048000000000000000000 tokens: they should be below 2.63"),
+        (["runtime.data_workers=100000"], "runtime.data_workers is 100000: it should be at least 0 and at most 256"),
         ([f"sparsity.l1_start_tokens={2**63}"], "sparsity.l1_start_tokens is 9223372036854775808: .* below 2"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,9 +12,10 @@ import numpy as np
 import pytest
 from whole_config import mistakes, open_data, open_validation, prepare
 
-from sparsellm.config import Config
-from sparsellm.data import DataError, corpus, preparation, tokenizer
-from sparsellm.data.manifest import read
+from sparsellm.config import SHORTEST_SEQUENCE, Config
+from sparsellm.config.keys import bound_mistakes
+from sparsellm.data import DataError, Request, corpus, preparation, tokenizer
+from sparsellm.data.manifest import Split, read
 from sparsellm.distributed.groups import process_group
 
 MakeConfig = Callable[..., Config]
@@ -232,6 +234,22 @@ def test_another_sequence_length_fits_or_is_refused_with_remedies_that_work(
         else:
             prepare(long)
             assert mistakes(long) == []
+
+
+def test_the_length_advised_for_a_short_text_is_one_that_the_rule_accepts(
+    make_config: MakeConfig, text_files: list[str]
+) -> None:
+    config = with_length(make_config(text_files[:1]), 100)
+    whole = prepare(config)
+    advised = {}
+    for tokens in range(2 * SHORTEST_SEQUENCE + 4):  # in each split
+        manifest = replace(whole, train=Split(1, tokens), validation=Split(1, tokens))
+        said = [preparation._too_short(manifest), *Request.of(config).block_mistakes(manifest)]
+        advised[tokens] = [int(length) for message in said for length in re.findall(r"to at most (-?\d+)", message)]
+        for length in advised[tokens]:
+            assert list(bound_mistakes(with_length(config, length).training)) == []
+    assert advised[SHORTEST_SEQUENCE] == []
+    assert advised[SHORTEST_SEQUENCE + 1] == [SHORTEST_SEQUENCE] * 2
 
 
 def test_text_too_short_for_any_length_is_refused_and_leaves_only_what_was_there(

@@ -137,10 +137,10 @@ def test_what_is_not_prepared_or_does_not_fit_is_refused(
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
-        (["data.mix=[{data: a}]"], "data.mix has {'data': 'a'}: each of its sources must be {data: NAME, weight: W}"),
-        (["data.mix=[{data: a, weight: 0}]"], "each of its sources must be {data: NAME, weight: W}"),
-        (["data.mix=[{data: a, weight: true}]"], "each of its sources must be {data: NAME, weight: W}"),
-        (["data.mix=[{data: a, weight: 1, x: 2}]"], "each of its sources must be {data: NAME, weight: W}"),
+        (["data.mix=[{data: a}]"], "data.mix has {'data': 'a'}: each of its sources should be {data: NAME, weight: W}"),
+        (["data.mix=[{data: a, weight: 0}]"], "each of its sources should be {data: NAME, weight: W}"),
+        (["data.mix=[{data: a, weight: true}]"], "each of its sources should be {data: NAME, weight: W}"),
+        (["data.mix=[{data: a, weight: 1, x: 2}]"], "each of its sources should be {data: NAME, weight: W}"),
         (["data.mix=[{data: a, weight: 1}, {data: x/a, weight: 1}]"], "data.mix has 2 sources called a"),
         (["data.mix=[{data: a, weight: 1}, {data: b, weight: 1e-5}]"], "gives b less than 0.0001 of all samples"),
         (["data.mix=[{data: a, weight: 1}]", "data.max_tokens=999"], "data.max_tokens is 999 with data.mix"),
@@ -154,7 +154,7 @@ def test_mixes_that_cannot_be_are_refused_by_name(typed: list[str], message: str
 
 
 def test_a_mix_is_a_list_of_sources_whose_folders_may_move() -> None:
-    with pytest.raises(ConfigError, match=r"data.mix is a: it must be a list of mappings, like \[\{a: b\}\]"):
+    with pytest.raises(ConfigError, match=r"data.mix is a: it should be a list of mappings, like \[\{a: b\}\]"):
         from_overrides(["data.mix=a"])
     here, there = (from_overrides([f"data.mix=[{{data: {path}, weight: 0.5}}]"]) for path in ("a", "/mnt/a"))
     assert mix.folders(here.data) == {"a": Path("data/a")}

@@ -184,8 +184,8 @@ def test_a_key_that_transformers_would_make_up_is_asked_for(family, key, tmp_pat
 
 def test_values_that_no_decoder_has_are_refused(tmp_path):
     for family, changes, message in (
-        ("llama2", {"num_key_value_heads": 3}, "num_key_value_heads is 3: it must divide model.num_heads 4"),
-        ("llama3", {"rope_parameters": {**LLAMA3, "factor": 0.5}}, "factor is 0.5: it must be at least 1"),
+        ("llama2", {"num_key_value_heads": 3}, "num_key_value_heads is 3: it should divide model.num_heads 4"),
+        ("llama3", {"rope_parameters": {**LLAMA3, "factor": 0.5}}, "factor is 0.5: it should be at least 1"),
         ("llama3", {"rope_parameters": {**LLAMA3, "factor": "much"}}, "factor 'much': it should be a number"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -152,7 +152,7 @@ def test_the_slurm_script_hands_each_task_one_point(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["training.steps=[1"], "training.steps is [1: it must be a whole number"),
+        (["training.steps=[1"], "training.steps is [1: it should be a whole number"),
         (["sparsity.l1_coef=0,1"], "sparsity.l1_coef is not a key: did you mean sparsity.l1_coefficient?"),
         (
             ["sparsity.l1_coefficient=interval(0,1)"],
@@ -161,13 +161,13 @@ def test_the_slurm_script_hands_each_task_one_point(tmp_path):
         (["training.seed=shuffle(1,2)"], "training.seed takes a list of values in order"),
         (["sweep.nam=a"], "sweep.nam is not a key: did you mean sweep.name? sweep has name, root, mode"),
         (["sweep.modus=3"], "sweep.modus is not a key: did you mean sweep.mode? sweep has name, root, mode"),
-        (["sweep.mode=fly"], "sweep.mode is fly: it must be one of run, print, slurm"),
+        (["sweep.mode=fly"], "sweep.mode is fly: it should be one of run, print, slurm"),
         (["sweep.point=0,1"], "sweep.point takes one value"),
         (["sweep.point=1"], "it should be from 0 to 0, the points of this sweep"),
         (["sweep.name=A/B"], "sweep.name is 'A/B'"),
         (["sweep.nproc_per_node=0"], "sweep.nproc_per_node is 0"),
         (["sweep.mode=slurm"], "needs sweep.nproc_per_node"),
-        (["sweep.parallel=0"], "sweep.parallel is 0: it must be at least 1"),
+        (["sweep.parallel=0"], "sweep.parallel is 0: it should be at least 1"),
         (["sweep.parallel=2", "sweep.point=0"], "sweep.parallel is 2, and SLURM starts a sweep's tasks at once"),
         (["sweep.nproc_per_node=3"], "training.batch_size 8 is not divisible by the number of ranks, 3"),
         (["evaluate.limits=3"], "evaluate: limits is not a key: did you mean limit?"),

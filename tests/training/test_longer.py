@@ -1,11 +1,11 @@
 """A finished run is extended: from before the decay of optimizer.schedule=wsd, and never with a cosine schedule."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 import whole_config
+from logged_rows import differences, untimed_rows
 from small_run import OVERRIDES, RandomTokens, small_config
 
 from sparsellm.config import from_overrides, load
@@ -14,7 +14,6 @@ from sparsellm.runs import folder as run_folder
 from sparsellm.training.loop import Trainer
 
 WSD = ["optimizer.schedule=wsd", "optimizer.decay_fraction=0.25", "run.keep_checkpoints=1", "run.checkpoint_every=2"]
-TIMING = ("tokens_per_s", "mfu", "peak_memory_bytes", "data_wait_fraction")
 
 
 def trained(root: Path, *overrides: str) -> dict[str, torch.Tensor]:
@@ -28,11 +27,6 @@ def trained(root: Path, *overrides: str) -> dict[str, torch.Tensor]:
         return {name: tensor.clone() for name, tensor in trainer._tensors(trainer.silent.tokens).items()}
 
 
-def rows(root: Path) -> list[dict]:
-    lines = (root / "r" / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k not in TIMING} for line in lines]
-
-
 @pytest.mark.slow
 def test_a_run_made_longer_ends_as_one_that_was_to_be_that_long(tmp_path, capsys):
     """From step 9 of 12, though checkpoint 8 is the last by run.checkpoint_every, and 12 the last."""
@@ -41,7 +35,7 @@ def test_a_run_made_longer_ends_as_one_that_was_to_be_that_long(tmp_path, capsys
     whole = trained(tmp_path / "b", *WSD, "training.steps=20")
     assert [name for name in whole if not torch.equal(longer[name], whole[name])] == []
     assert any(not torch.equal(short[name], whole[name]) for name in whole)
-    assert rows(tmp_path / "a") == rows(tmp_path / "b")
+    assert differences(untimed_rows(tmp_path / "a/r"), untimed_rows(tmp_path / "b/r")) == []
     said = capsys.readouterr()
     assert "resuming after step 9" in said.out
     assert "r is extended from 12 to 20 steps" in said.err
@@ -60,7 +54,7 @@ def test_it_goes_on_from_before_the_tokens_in_which_no_row_is_drawn_where_these_
     whole = trained(tmp_path / "b", *WSD, *drawing, *dying, "training.steps=20")
     assert [name for name in whole if not torch.equal(longer[name], whole[name])] == []
     assert {path.name for path in (tmp_path / "a/r/checkpoints").iterdir()} >= {"step_00000012.decayed"}
-    drawn = {row["step"]: sum(row["reinitialized_per_layer"]) for row in rows(tmp_path / "b")}
+    drawn = {row["step"]: sum(row["reinitialized_per_layer"]) for row in untimed_rows(tmp_path / "b/r")}
     assert drawn[6] < drawn[9]  # in steps in which the shorter run drew none
 
 

@@ -73,5 +73,5 @@ def test_every_rank_writes_one_and_the_main_one_says_so(tmp_path, capsys):
 def test_steps_are_typed_as_whole_numbers():
     assert from_overrides(["runtime.profile_steps=[20,22]"]).runtime.profile_steps == [20, 22]
     for wrong in ("20", "[a,b]", "[1.5,2]", "[true,2]"):
-        with pytest.raises(ConfigError, match="it must be a list of whole numbers, like \\[1,2\\]"):
+        with pytest.raises(ConfigError, match="it should be a list of whole numbers, like \\[1,2\\]"):
             from_overrides([f"runtime.profile_steps={wrong}"])
