@@ -309,5 +309,5 @@ def test_the_command_measures_keeps_and_shows(machine, monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert shown.count("K 2,048, N 5,632: forward: microseconds of a call") == 1
     assert "chosen is the fastest engine" in shown
-    assert f"kept in {store.file()}" in shown
+    assert f"saved in {store.file()}" in shown
     assert store.kept([(K, N)])[K, N].choose_engine(16_384, 36 * 16_384, 950 * 128) == Engine.tile
