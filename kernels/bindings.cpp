@@ -177,8 +177,8 @@ Results tile_forward(Tensor x, OptionalTensor w_gate, Tensor w_up, Tensor w_down
 sparsellm::TileShape shape_of_saved(const char* op, const Tensor& saved, int64_t m, int64_t k, int64_t n, bool gated) {
   const auto shape = sparsellm::tile_shape_of_saved(saved.numel(), m, k, n, gated);
   if (shape.capacity > 0) return shape;
-  refuse(op, "saved has " + std::to_string(saved.numel()) + " bytes: it should have a number that tile_forward saves" +
-                 " for " + std::to_string(m) + " tokens of " + std::to_string(n) + " neurons");
+  refuse(op, "saved has " + std::to_string(saved.numel()) + " bytes: it should have the length of a buffer that" +
+                 " tile_forward saves for " + std::to_string(m) + " tokens and " + std::to_string(n) + " neurons");
 }
 
 // The gradients that a backward pass returns: of x, w_gate (no rows in a non-gated layer), w_up, w_down.

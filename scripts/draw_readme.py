@@ -125,7 +125,7 @@ def _faster(baseline: Rows, ours: Rows) -> float:
 
 def _run(figure: Figure, rows: dict[str, Rows], longer: dict[str, Rows]) -> None:
     """Draw nonzeros, speed and loss of a run on the kernels ("kernels") and of the same run in PyTorch ("torch").
-    `longer`: an L1 run and a dense SiLU run, of which only the time to the same loss is named."""
+    `longer`: an L1 run and a dense SiLU run; the figure states only their ratio of times to the same loss."""
     grid = figure.add_gridspec(1, 3, left=0.06, right=0.985, top=0.217, bottom=0.055, wspace=0.24)
     fires, speed, loss = (figure.add_subplot(cell) for cell in grid)
     ours = rows["kernels"]

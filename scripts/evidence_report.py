@@ -1,19 +1,21 @@
-"""What finished runs, as those of sweeps, came to: pictures, and Markdown for RESULTS.md.
+"""Report on finished runs, such as those of a sweep: figures, and Markdown tables for RESULTS.md.
 
     python -m scripts.evidence_report runs/mini-* --output runs/mini
     python -m scripts.evidence_report docs/mini.jsonl --output docs/mini
     python -m scripts.evidence_report docs/results/mini_width.jsonl --widths docs/mini_width.png
 
-Runs are given by their folders, or by files with a line of JSON for each: {"name", "config", "rows", "task_rows"}, some
-80 of its rows, and how many rows of each task `evaluate` scored. --save OUT writes such a file.
+Runs are given as run folders, or as files with one line of JSON per run: {"name", "config", "rows", "task_rows"}.
+"rows" holds about 80 rows of its metrics, and "task_rows" the number of rows that `evaluate` scored per task. --save
+OUT writes such a file.
 
-OUTPUT_sweep.png: cross entropy, nonzeros, dead neurons and accuracy against the coefficient, and nonzeros and dead
-neurons over tokens. OUTPUT_dead.png: the remedies for dead neurons, compared with the plain run of the same
-coefficient. --widths: for runs that differ in their neurons per layer, cross entropy, nonzeros and dead neurons against
-the width. Tables are printed.
+OUTPUT_sweep.png: cross entropy, nonzeros, dead neurons and accuracy against the L1 coefficient; nonzeros and dead
+neurons over training tokens. OUTPUT_dead.png: remedies for dead neurons, compared with plain runs at the same
+coefficient. --widths: cross entropy, nonzeros and dead neurons against the number of neurons per layer, for runs that
+differ in it. Tables are printed.
 
-The coefficient that costs 1% of cross entropy is interpolated between two coefficients of the sweep, by their
-logarithms. The standard error of an accuracy is that of its rows; second seeds show the spread between seeds.
+The coefficient that raises cross entropy by 1% is interpolated between two coefficients of the sweep, on a log scale.
+The standard error of an accuracy comes from the number of scored rows; runs with a second seed show the spread between
+seeds.
 """
 
 import argparse
@@ -44,13 +46,13 @@ REMEDIES = {"redrawn": "dead rows reinitialized", "blended": "dead rows blended"
 
 
 def spelled(coefficient: float) -> str:
-    """3.2e-4, and 0."""
+    """The coefficient as text: "3.2e-4" or "0"."""
     mantissa, _, exponent = f"{coefficient:e}".partition("e")
     return f"{float(mantissa):g}e{int(exponent)}" if coefficient else "0"
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
-    """Those of a file, or the one of a run's folder."""
+    """The runs in a file, one dict per line; for a run folder, its single run."""
     if not path.is_dir():
         return [json.loads(line) for line in path.read_text().splitlines()]
     config = load(path / CONFIG)
@@ -65,14 +67,14 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 
 def remedy(config: dict[str, Any]) -> str | None:
-    """The key in REMEDIES of what the run of this configuration does about dead neurons."""
+    """The key in REMEDIES of the remedy for dead neurons that this configuration uses; None if it uses none."""
     if config.get("sparsity.reinit_dead_after_tokens") is not None:
         return "blended" if config["sparsity.reinit_blend"] < 1 else "redrawn"
     return "warm_up" if config.get("sparsity.l1_warmup_tokens") else None
 
 
 class Run:
-    """A finished run, one line of the results."""
+    """A finished run: one line of the input files, one row of the tables."""
 
     def __init__(self, line: dict[str, Any]) -> None:
         self.name, self.line, self.rows = line["name"], line, line["rows"]
@@ -100,20 +102,20 @@ class Run:
         return self.last["nnz_mean"]
 
     def dead(self, row: Row) -> float | None:
-        """The fraction of dead neurons; None before any can be dead, and for SiLU."""
+        """The fraction of dead neurons; None before sparsity.dead_after_tokens, and for SiLU."""
         if row["dead_per_layer"] is None or row["tokens"] < self.dead_after:
             return None
         return sum(row["dead_per_layer"]) / self.neurons
 
     @property
     def scores(self) -> dict[str, float]:
-        """The scores of the tasks; {} if not all have one."""
+        """The score of each task; {} if any task has no score."""
         found = self.last["evaluation"] or {}
         return {task: found[task] for task in TASKS} if found.get("mean") is not None else {}
 
     @property
     def accuracy(self) -> tuple[float, float] | None:
-        """The mean over tasks, and its standard error; None where one of them is not known."""
+        """The mean accuracy over tasks and its standard error; None if either is unknown."""
         rows = self.line["task_rows"]
         if not self.scores or not rows:
             return None
@@ -126,7 +128,7 @@ class Run:
 
 
 class Sweep:
-    """The runs that differ only in the coefficient, in order, and the other runs compared with them."""
+    """The runs that differ only in the L1 coefficient, sorted by it, and the runs that are compared with them."""
 
     def __init__(self, runs: list[Run]) -> None:
         self.runs = runs
@@ -141,7 +143,7 @@ class Sweep:
         return None if self.without is None else run.ce / self.without.ce - 1
 
     def remedies(self) -> list[Run]:
-        """The plain runs at the coefficient of the remedies, by seed, and the remedies; [] if some are missing."""
+        """The plain runs at the remedies' coefficient, by seed, then the remedies; [] without a plain run of seed 0."""
         coefficients = [run.coefficient for run in self.runs if run.remedy is not None][:1]
         alike = [run for run in self.runs if run.relu and run.coefficient in coefficients]
         plain = sorted((run for run in alike if run.remedy is None), key=lambda run: run.seed)
@@ -149,9 +151,9 @@ class Sweep:
         return [*plain, *tried] if plain and plain[0].seed == 0 else []
 
     def price(self, loss: float) -> tuple[float, float] | None:
-        """(coefficient, nonzeros per token) at which cross entropy is higher by `loss`; None if outside the sweep.
+        """(coefficient, nonzeros per token) at which cross entropy is higher by the fraction `loss`.
 
-        Interpolated in the logarithms of coefficient and nonzeros.
+        Interpolated on a log scale of coefficient and nonzeros. None if `loss` is outside the range of the sweep.
         """
         points = [(math.log(r.coefficient), self.increase(r), math.log(r.nonzeros)) for r in self.sparse if r.nonzeros]
         for (x0, y0, n0), (x1, y1, n1) in reversed(list(pairwise(points))):
@@ -190,7 +192,7 @@ def markdown(sweep: Sweep) -> str:
 
 
 def draw_sweep(sweep: Sweep) -> Figure | None:
-    """The figure of the sweep; None without a ReLU run."""
+    """The figure of the sweep; None if there is no ReLU run."""
     if not sweep.relu:
         return None
     with matplotlib.rc_context(STYLE):
@@ -262,7 +264,7 @@ def _over_tokens(nonzeros: Axes, dead: Axes, runs: dict[str, Run]) -> None:
 
 
 def draw_remedies(sweep: Sweep) -> Figure | None:
-    """The figure of the remedies; None if there are none."""
+    """The figure of the remedies for dead neurons; None if no run has one."""
     runs = {_remedy_label(run): run for run in sweep.remedies()}
     if not runs:
         return None
@@ -289,7 +291,7 @@ def _remedy_label(run: Run) -> str:
 
 
 def by_kind(runs: list[Run]) -> dict[str, list[Run]]:
-    """SiLU first, then ReLU by coefficient; each from its narrowest run to its widest."""
+    """Runs by kind: SiLU first, then ReLU sorted by coefficient. Within a kind, runs are sorted by width."""
     found: dict[str, list[Run]] = {}
     for run in sorted(runs, key=lambda run: (run.relu, run.coefficient, run.width)):
         found.setdefault(run.kind, []).append(run)
@@ -325,7 +327,7 @@ def draw_widths(runs: list[Run]) -> Figure:
 
 
 def table_of_widths(runs: list[Run]) -> str:
-    """The table of widths. Differences are to the first run of `by_kind`: the narrowest SiLU model, if any."""
+    """The Markdown table of widths. Differences are to the first run of `by_kind`: the narrowest SiLU, if any."""
     kinds = by_kind(runs)
     first = next(iter(kinds.values()))[0]
     lines = [
@@ -348,11 +350,11 @@ def table_of_widths(runs: list[Run]) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path, help="folders of runs, or files of their lines")
-    parser.add_argument("--save", type=Path, metavar="OUT", help="a file for the lines of the runs")
+    parser.add_argument("runs", nargs="+", type=Path, help="run folders, or files written by --save")
+    parser.add_argument("--save", type=Path, metavar="OUT", help="write the runs to this file, one line of JSON each")
     files = parser.add_mutually_exclusive_group(required=True)
     files.add_argument("--output", type=Path, help="prefix of the output files")
-    files.add_argument("--widths", type=Path, metavar="PNG", help="the picture of runs of several widths")
+    files.add_argument("--widths", type=Path, metavar="PNG", help="figure to write for runs of several widths")
     args = parser.parse_args(arguments)
     lines = [line for path in args.runs for line in lines_of(path)]
     if not lines:

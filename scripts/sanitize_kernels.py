@@ -10,7 +10,7 @@ backward part compares the gradients of the weights, bfloat16 and (rounded) floa
 engine's lists and with too little. A layer contains the cases at which kernels branch: a token that fires almost no
 neuron, a token that fires every neuron, a neuron that fires for every token.
 
---without-products skips the dense engine's products by cuBLAS, because under racecheck (2025.3, driver 580) any of them
+--without-products skips the dense engine's cuBLAS GEMMs, because under racecheck (2025.3, driver 580) any of them
 ends in an illegal access, whichever kernels are checked. Results that depend on them are then not compared.
 """
 
@@ -82,7 +82,7 @@ def gradients(engine: str, *inputs: Tensor, stored: torch.dtype = torch.bfloat16
 
 
 def leave_out_products() -> None:
-    """Replace torch's products by functions that do nothing, for libraries that are loaded after this call."""
+    """Replace torch's matmuls by functions that do nothing, for libraries loaded after this call."""
     with tempfile.TemporaryDirectory() as folder:
         source, library = Path(folder, "nothing.c"), Path(folder, "nothing.so")
         source.write_text("".join(f"int aoti_torch_cuda_{name}_out() {{ return 0; }}\n" for name in ("mm", "addmm")))

@@ -46,7 +46,7 @@ def llama2(texts: list[str], size: int = 400) -> Tokenizer:
 
 
 def llama3(texts: list[str], size: int = 400) -> Tokenizer:
-    """Of bytes, by words; with a token for the end of a text and another one for the end of a turn."""
+    """Byte-level BPE within words, with one token for the end of a text and another for the end of a turn."""
     tokenizer = Tokenizer(models.BPE(ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split(Regex(LLAMA3_WORDS), "isolated"),

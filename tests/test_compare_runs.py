@@ -32,7 +32,7 @@ def rows(engine, relu=True):
 
 
 def colours(figure, panel):
-    """Of the lines that are runs."""
+    """The colours of the lines that show runs."""
     return [to_hex(line.get_color()) for line in figure.axes[panel].get_lines()]
 
 

@@ -43,7 +43,7 @@ def test_few_signatures_take_the_whole_configuration():
 
 
 def test_few_functions_are_reached_by_the_configuration_of_a_run():
-    """From `main` of train along the calls that pass on `config`, or the `self.config` of a class that keeps it."""
+    """Follows calls from `main` of train that pass on `config`, or the `self.config` of a class that stores it."""
     taking = WHOLE | CLASSES
     found: set[str] = set()
     waiting = ["commands/train.py:main", "commands/train.py:check"]

@@ -91,7 +91,7 @@ def test_no_modules_import_each_other_in_a_circle():
 
 
 def imported_modules(path: Path, modules: dict[str, Path]) -> set[str]:
-    """Those of `modules` that a file names in its imports, within functions too."""
+    """The modules of `modules` that a file imports, including imports inside functions."""
     nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
     pairs = ((node.module, f"{node.module}.{alias.name}") for node in nodes for alias in node.names)
     return {within if within in modules else module for module, within in pairs} & modules.keys()

@@ -137,7 +137,7 @@ def rows(folder: Path) -> list[dict]:
 
 def ended_for(gone: int, ended: Ended) -> set[int]:
     """The ranks that say that they end for that one."""
-    sentence = rf"sparsellm: rank (\d) exits: rank {gone} \(host {HOST}, process \d+\) is gone: it was killed"
+    sentence = rf"sparsellm: rank (\d) exits: rank {gone} \(host {HOST}, process \d+\) died: it was killed"
     return {int(rank) for rank in re.findall(sentence, "".join(ended.said))}
 
 

@@ -120,7 +120,7 @@ def test_the_readme_is_short():
 
 
 def anchors(document: Path) -> set[str]:
-    """Of a document's headings, as GitHub makes them."""
+    """The anchors that GitHub makes from a document's headings."""
     headings = re.findall(r"^#+ (.*)$", document.read_text(), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

@@ -71,7 +71,7 @@ def serving(answer: int = OK) -> Iterator[Server]:
 
 
 def dead_url() -> str:
-    """Of a port on which nothing listens."""
+    """The URL of a port on which nothing listens."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return f"http://127.0.0.1:{free.getsockname()[1]}"

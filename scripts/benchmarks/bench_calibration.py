@@ -79,7 +79,7 @@ def show(title: str, found: list[dict[str, Any]]) -> None:
         near = sum(behind(cell, policy) <= report.NEAR for cell in found)
         listed = "; ".join(
             f"{behind(cell, policy):.1%} at {cell['tokens']:,} tokens{' (training)' * cell['training']},"
-            f" {cell['nonzeros']:.0f} nonzeros ({cell[policy]})"
+            f" {cell['nonzeros']:.0f} nonzeros per token ({cell[policy]})"
             for cell in worst
         )
         print(
@@ -94,8 +94,8 @@ def explain(cell: dict[str, Any]) -> None:
     )
     print(
         f"    {behind(cell, 'calibrated'):.1%} at {cell['tokens']:,} tokens{' (training)' * cell['training']},"
-        f" {cell['nonzeros']:.1f} nonzeros, union {cell['union']:,.0f}: {cell['calibrated']} is chosen; microseconds"
-        f" (predicted): {engines}",
+        f" {cell['nonzeros']:.1f} nonzeros per token, union {cell['union']:,.0f}: {cell['calibrated']} is chosen;"
+        f" microseconds (predicted): {engines}",
         flush=True,
     )
 

@@ -56,7 +56,7 @@ def main() -> None:
     parser = harness.parser(__doc__)
     parser.add_argument("--data-dir", required=True, help="the local rows to repeat, TASK/SPLIT.jsonl")
     parser.add_argument("--tokenizer", type=Path, required=True)
-    parser.add_argument("--limit", type=int, help="only so many rows of each task")
+    parser.add_argument("--limit", type=int, help="maximum number of rows per task")
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer, trust_remote_code=False)
     small = LlamaConfig(vocab_size=len(tokenizer), hidden_size=8, num_hidden_layers=1, num_attention_heads=1,

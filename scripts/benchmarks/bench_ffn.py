@@ -7,7 +7,7 @@
     python -m scripts.benchmarks.bench_ffn --nongated ...                              relu(x W_u^T) W_d^T
 
 For each M and pattern (patterns.py), one line per variant: its time; its speedup over the best dense PyTorch, eager or
-compiled (lines of the gate: the time over that of cuBLAS's gate product); and the error ||y - ref|| / ||ref|| of its
+compiled (lines of the gate: the time over that of cuBLAS's gate GEMM); and the error ||y - ref|| / ||ref|| of its
 output against float64, on at most 2,048 evenly spaced tokens, over the error of eager dense PyTorch. `row`, `tile` and
 `dense` are the operator's engines, as an accelerated model calls them; `auto` is the engine that sparsellm.ops chooses
 from the counts of an earlier call.
@@ -293,7 +293,7 @@ def error(found: Tensor, right: Tensor) -> float:
 
 
 def measured(times: dict[str, float | Exception], details: Callable[[str], dict]) -> dict[str, dict]:
-    """By variant: its time and `details`, and under `failure` the error that ended the measurement, if any."""
+    """For each variant, its time and `details`, or its error under `failure` if the measurement failed."""
     found: dict[str, dict] = {}
     for name, ms in times.items():
         found[name] = {}

@@ -101,7 +101,7 @@ def as_generator(model: Any, kernels: str | None) -> Generator:
 
 
 def calls(case: Case, models: dict[str, Any], text: Tensor, temperature: float) -> dict[str, Call]:
-    """By model name: a function that generates from the first tokens of `text` [B, T + new]."""
+    """Maps each model name to a function that generates from the first tokens of `text` [B, T + new]."""
     prompts = text[:, : case.context]
     if case.mode == "ours":
         drawn, lists = Sampling(temperature), prompts.tolist()
@@ -159,7 +159,7 @@ def cleared(models: dict[str, Any]) -> Iterator[None]:
 
 
 def measure(works: dict[str, Call], case: Case, new: int, rounds: int, device: torch.device) -> dict[str, dict]:
-    """By model name: `rate` of whole calls, "first_ms" and "each_ms", medians over alternating rounds."""
+    """For each model name, the `rate` of whole calls, "first_ms" and "each_ms": medians over alternating rounds."""
     for call in works.values():
         for _ in range(WARMUP):
             call(new)

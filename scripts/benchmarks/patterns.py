@@ -311,7 +311,7 @@ def fit(firing: Tensor, width: int, seed: int = 0, steps: int = 600) -> Fitted:
 
     Initially, neurons are random directions w_i, and a token is the sum of the directions of its firing neurons, minus
     the average token. So z is larger by 1 where a neuron fires, except for the overlaps of random directions. Training
-    with a squared hinge loss and Adam, with bfloat16 products (float32 on a CPU), removes the overlaps that matter. The
+    with a squared hinge loss and Adam, with bfloat16 matmuls (float32 on a CPU), removes the overlaps that matter. The
     lengths of x's rows and of w_gate do not change the sign of z, so they are chosen last.
     """
     device, neurons = firing.device, firing.shape[1]

@@ -103,7 +103,7 @@ def analyze_checkpoint(config: AnalyzeConfig) -> tuple[dict[str, Any], Path]:
 
 
 def _draw(folder: Path, results: dict[str, Any], counted: activity.Activity) -> None:
-    """Write the figures. One that cannot be written is named in a line."""
+    """Write the figures. The first error stops this and is reported as a warning."""
     try:
         from sparsellm.analysis import figures  # matplotlib takes half a second: a refusal need not wait for it
 

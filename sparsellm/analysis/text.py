@@ -47,7 +47,7 @@ def of_file(path: Path, tokenizer: "PreTrainedTokenizerBase", sequences: int, le
         tokens: list[int] = []
         texts = documents(path, most)
         while len(tokens) < wanted and (some := list(islice(texts, DOCUMENTS_AT_ONCE))):
-            # The spelling of a special token in a text is plain text, as in training.
+            # As in training, a special token's name that occurs in a text is encoded as plain text.
             encoded = tokenizer(some, add_special_tokens=False, split_special_tokens=True, verbose=False)
             tokens += [token for ids in encoded["input_ids"] for token in begin + ids + end]
         if len(tokens) > wanted or not _is_cut(path, most):  # the last token of a truncated text is not its own

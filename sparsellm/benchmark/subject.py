@@ -121,5 +121,5 @@ def _blocks(checkpoint: Checkpoint, model: ModelConfig, config: BenchmarkConfig,
 
 
 def dtype_on(device: torch.device) -> torch.dtype:
-    """The dtype of matrix products and activations."""
+    """The dtype of matmuls and activations."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32

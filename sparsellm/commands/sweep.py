@@ -3,10 +3,10 @@
     python -m sparsellm.sweep experiment=0p5b 'sparsity.l1_coefficient=0,1e-5,2e-5,3e-5' sweep.baseline=true
 
 Every key of sparsellm.train accepts a list of values; each combination is an ordinary run, trained on all GPUs of this
-machine and evaluated with the options evaluate.*. sweep.parallel=N trains N runs at once, each on GPUs of its own. Run
-again, the same command resumes and skips what is finished. Writes sweep.csv, sweep.md, sweep.png, sweep.pdf and a log
-per run to sweeps/NAME/. sweep.benchmark=true adds what each run costs. sweep.mode=print prints the commands instead,
-sweep.mode=slurm writes an array script.
+machine and evaluated with the options evaluate.*. sweep.parallel=N trains N runs at once, each on its own GPUs. Repeat
+the command to resume: it skips finished work. Writes sweep.csv, sweep.md, sweep.png, sweep.pdf and one log per run to
+sweeps/NAME/. sweep.benchmark=true also benchmarks each run. sweep.mode=print prints the commands instead of running
+them, and sweep.mode=slurm writes a script for a SLURM job array.
 
 Exit codes: 0 complete, 1 if a run failed (the others are still done), 128 + signal when stopped, 2 for a refused
 configuration.
@@ -24,7 +24,7 @@ from sparsellm.sweep.progress import Progress
 from sparsellm.system.console import warn
 from sparsellm.system.files import write_whole
 
-POLL = 0.1  # seconds between looks at the commands, their output and signals for them
+POLL = 0.1  # seconds between checks of the running commands and of signals
 
 
 def main(arguments: list[str], program: str) -> int:
@@ -44,19 +44,19 @@ def main(arguments: list[str], program: str) -> int:
     if sweep.options.mode == SweepMode.slurm:
         script = sweep.folder / "slurm.sh"
         write_whole(script, commands.slurm_script(sweep, arguments))
-        print(f"{script} does {len(sweep.points)} runs, one per task: sbatch {script}")
+        print(f"{script} starts {len(sweep.points)} runs, one per task: sbatch {script}")
         return 0
     return run(sweep)
 
 
 def run(sweep: Sweep) -> int:
-    """Train and evaluate what is not done yet; update the table and the figure after each run."""
+    """Train and evaluate the unfinished points; update the table and the figure after each run."""
     count, failures, unwritten, text = len(sweep.points), [], None, ""
     waiting = list(range(count)) if sweep.options.point is None else [sweep.options.point]
     trained, several = sum(point.is_finished() for point in sweep.points), len(sweep.slots) > 1
     print(f"{sweep.folder}: {count} run{'s' * (count > 1)}, {trained} of them trained")
     progress = Progress(sweep.points) if several else None
-    working: dict[int, tuple[int, Work[str | None]]] = {}  # by slot
+    working: dict[int, tuple[int, Work[str | None]]] = {}  # key: slot
     with Launcher(shown=not several) as launcher:
         while working or (waiting and launcher.signal is None):
             for slot, environment in enumerate(sweep.slots):
@@ -72,7 +72,7 @@ def run(sweep: Sweep) -> int:
                     continue
                 except StopIteration as ended:
                     failure = ended.value
-                except OSError as error:  # of the log, on a full disk
+                except OSError as error:  # writing the log on a full disk
                     failure = f"{error}; see {sweep.log(point)}"
                 del working[slot]
                 if failure:
@@ -104,17 +104,17 @@ def title(sweep: Sweep, number: int) -> str:
 
 
 def do(sweep: Sweep, point: Point, launcher: Launcher, environment: dict[str, str]) -> Work[str | None]:
-    """Train and evaluate one point if not done yet. Returns what failed; None otherwise, also after a signal."""
+    """Train and evaluate one point as far as needed. Returns the failure, or None on success or after a signal."""
     log = sweep.log(point)
     if point.is_finished():
         run_folder.tidy(point.folder)
-        if not run_report.is_drawn(point.folder, point.checkpoint):  # its training was killed while it drew
+        if not run_report.is_drawn(point.folder, point.checkpoint):  # training was killed while drawing the report
             run_report.finish(point.config, point.folder)
     with (yield from launcher.claim(log)) as file:
         steps = [] if point.is_finished() else [("training", commands.train(sweep, point))]
         if sweep.options.evaluate and not sweep.is_evaluated(point):
             steps.append(("evaluation", commands.evaluate(sweep, point)))
-        # The file's path is known once there is a checkpoint.
+        # The path of the benchmark's results is known only once there is a checkpoint.
         if sweep.options.benchmark and not (point.is_finished() and sweep.benchmark(point).exists()):
             steps.append(("benchmark", commands.benchmark(point)))
         for step, command in steps:

@@ -1,7 +1,7 @@
-"""The configuration of every command: its keys and defaults, the rules that values must keep, and command lines.
+"""Configuration of every command: keys and defaults, validation rules, and command-line parsing.
 
-What is imported here is offered to other rooms. What composes and checks is imported when it is first asked for,
-because Hydra is slow to import and models need only the keys.
+The names imported here are the interface for other packages. Composition and validation are imported lazily, because
+Hydra is slow to import and models need only the keys.
 """
 
 import importlib

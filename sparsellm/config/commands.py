@@ -1,9 +1,9 @@
-"""The commands: one record for each, which says all that the others of its files do not.
+"""The table of commands: usage, configuration keys and rules of each.
 
-A command NAME is the function `main(arguments, program)` of sparsellm/commands/NAME.py, whose docstring is its help:
-the first line says what it does. `python -m sparsellm.NAME` starts from the file of that name beside cli.py.
+A command NAME is the function `main(arguments, program)` of sparsellm/commands/NAME.py, whose docstring is its help
+text and starts with a one-line summary. `python -m sparsellm.NAME` runs sparsellm/NAME.py, next to cli.py.
 
-Imports nothing slow: `--help` reads this table.
+This module imports nothing slow, because `--help` reads the table.
 """
 
 import ast
@@ -39,7 +39,7 @@ FOLDER = Path(__file__).parents[1] / "commands"
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys that a command takes: those of a schema, of all or some of its groups, under a prefix."""
+    """Keys that a command accepts: the keys of a schema, or of some of its groups, with an optional prefix."""
 
     schema: type
     groups: tuple[str, ...] | None = None  # None: all
@@ -48,11 +48,11 @@ class Keys:
 
 @dataclass(frozen=True)
 class Command:
-    usage: str  # what follows its name
-    keys: tuple[Keys, ...]  # the first one's schema is that of its configuration
-    mistakes: Callable[[Any], list[str]] | None  # the rules of its values; None: those of the runs that it starts
-    of_ranks: bool = False  # whether torchrun's ranks do it together, or it starts what they do
-    prints_result: bool = False  # whether standard output is all that it gives: it ends where that cannot be written
+    usage: str  # arguments, as shown in the help
+    keys: tuple[Keys, ...]  # the first entry has the schema of the command's configuration
+    mistakes: Callable[[Any], list[str]] | None  # checks the configuration; None: the runs that it starts are checked
+    of_ranks: bool = False  # runs on all ranks of torchrun, or starts commands that do
+    prints_result: bool = False  # its only result is standard output, so it stops if that closes
 
     @property
     def schema(self) -> type:

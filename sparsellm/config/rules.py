@@ -206,7 +206,7 @@ def _runtime_mistakes(runtime: RuntimeConfig, steps: int, world_size: int) -> li
 
 
 def _compiler_mistakes(runtime: RuntimeConfig) -> list[str]:
-    """Whether layers are to be compiled on a CPU without the C++ compiler that torch needs."""
+    """Mistakes if layers are to be compiled on a CPU without the C++ compiler that torch needs."""
     compiler = os.environ.get("CXX", "g++")  # same as torch._inductor.config.cpp.cxx
     if not runtime.compile or shutil.which(compiler) is not None:
         return []
@@ -297,8 +297,8 @@ def state_bytes(model: ModelConfig, shard: Shard, sharing: int) -> float:
 def memory_mistakes(
     model: ModelConfig, training: TrainingConfig, runtime: RuntimeConfig, ranks_here: int, world_size: int
 ) -> list[str]:
-    """Whether the model's state and the tokens of a step exceed the memory of a GPU, or of this machine shared by
-    `ranks_here` CPU ranks. Activations come on top."""
+    """Mistakes if the model's state and the tokens of a step exceed the memory of a GPU, or of this machine shared by
+    `ranks_here` CPU ranks. Activations are not included."""
     import torch
 
     on_gpu = runtime.device != Device.cpu and torch.cuda.is_available()

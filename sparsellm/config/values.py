@@ -48,7 +48,7 @@ OTHER_NAMES = {
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Of any configuration: nested plain values, enums as their names: what config.yaml and a checkpoint hold."""
+    """Any configuration as nested plain values, with enums as their names, as stored in config.yaml and checkpoints."""
     return asdict(config, dict_factory=lambda items: {k: v.name if isinstance(v, Enum) else v for k, v in items})
 
 

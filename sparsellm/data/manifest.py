@@ -227,7 +227,7 @@ def _count_mistakes(manifest: Manifest, folder: Path) -> list[str]:
 
 
 def _tokenizer_mistakes(manifest: Manifest, folder: Path) -> list[str]:
-    """Whether `manifest` disagrees with the files in tokenizer/."""
+    """Mistakes if `manifest` disagrees with the files in tokenizer/."""
     file = folder / "tokenizer" / "tokenizer.json"
     vocabulary = tokenizer.load(str(file), "data.path")
     return [

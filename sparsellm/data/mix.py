@@ -160,7 +160,7 @@ def _examined(request: Request) -> tuple[dict[str, tuple[Path, Manifest]], list[
 
 
 def _fit(request: Request, name: str, folder: Path, ready: Manifest) -> list[str]:
-    """Whether the source has too few tokens for the sequences, or too many token ids for the model."""
+    """Mistakes if the source has too few tokens for the sequences, or too many token ids for the model."""
     length, rows = request.training.sequence_length, request.vocab_size
     splits, found = (ready.train, ready.validation), []
     if min(blocks(split.tokens, length) for split in splits) < 1:

@@ -195,7 +195,7 @@ class Samples(Dataset):
         raise NotImplementedError
 
     def batches(self, state: dict[str, Any] | None) -> Generator[Batch, None, None]:
-        """Endless (int64 [batch / ranks, T + 1], state after it), from the start or from `state`.
+        """Yields (int64 [batch / ranks, T + 1], state after the batch) forever, from the start or from `state`.
 
         Raises DataError if `state` belongs to other tokens.
         """

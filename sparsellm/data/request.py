@@ -87,7 +87,7 @@ class Request:
         ]
 
     def block_mistakes(self, manifest: Manifest) -> list[str]:
-        """Whether a split of a finished folder is too small for a single block."""
+        """Mistakes if a split of a finished folder is too small for a single block."""
         length, (train, validation) = self.training.sequence_length, (manifest.train, manifest.validation)
         if min(blocks(train.tokens, length), blocks(validation.tokens, length)) > 0:
             return []
@@ -104,7 +104,7 @@ class Request:
         ]
 
     def vocabulary_mistakes(self, vocab_size: int) -> list[str]:
-        """Whether the tokenizer has ids outside the model's vocabulary."""
+        """Mistakes if the tokenizer has ids outside the model's vocabulary."""
         data, rows = self.data, self.vocab_size
         if vocab_size <= rows:
             return []
@@ -144,7 +144,7 @@ class Request:
         return found
 
     def changed_tokenizer_mistakes(self, manifest: Manifest) -> list[str]:
-        """Whether a local tokenizer differs from the one with which the tokens were made."""
+        """Mistakes if a local tokenizer differs from the one that made the tokens."""
         name = self.data.tokenizer
         if name is None or manifest.recipe.get(tokenizer.KEY) != name or not Path(name).expanduser().exists():
             return []

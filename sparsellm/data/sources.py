@@ -32,7 +32,7 @@ def changes(manifest: Manifest, folder: Path) -> list[str]:
         f"{names(files)} {one if len(files) == 1 else several}"
         for files, one, several in (
             (others, "has changed since", "have changed since"),
-            (gone, "is gone that was there when", "are gone that were there when"),
+            (gone, "was removed since", "were removed since"),
             (_added(manifest), "was not there when", "were not there when"),
         )
         if files

@@ -58,7 +58,7 @@ class TokenStream:
     pin_memory: bool
     skip_bad_records: bool = False
     group_blocks: int = GROUP_BLOCKS
-    listed: tuple[str, ...] = ()  # the files with which the run started, if some of them are gone
+    listed: tuple[str, ...] = ()  # the files with which the run started, if some no longer exist
 
     def __post_init__(self) -> None:
         if len(self.files) < self.world_size:

@@ -3,7 +3,7 @@
 A rank that is killed, or whose machine fails, leaves the others in a collective. With gloo their connections break,
 unless a process forked from the dead rank holds them open; with NCCL they wait for an hour. So every rank keeps a TCP
 connection to rank 0. The system closes it however the process ends, and keepalive probes detect a machine that no
-longer answers. Rank 0 tells the others which rank is gone, and all of them end at once with a message that names it,
+longer answers. Rank 0 tells the others which rank died, and all of them end at once with a message that names it,
 before NCCL's watchdog would abort them without one. A rank that fails with an error reports it; the others get a few
 seconds to report their own, because ranks often fail together.
 
@@ -212,7 +212,7 @@ class Lifeline:
         except OSError:
             line = ""
         self._standings.pop(rank)
-        how, _, said = (line or f"{GONE} {who} is gone: it was killed, or its machine does not answer").partition(" ")
+        how, _, said = (line or f"{GONE} {who} died: it was killed, or its machine does not answer").partition(" ")
         if how != LEFT:
             self._lose(how, said)
 

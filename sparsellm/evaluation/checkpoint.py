@@ -168,7 +168,7 @@ class Evaluation:
         return wanted is not None and self._on_main(lambda: hub.answers(wanted))
 
     def _open(self) -> tuple[str, Request]:
-        """What the checkpoint holds, and the opened request, its output folder made."""
+        """(identity of the checkpoint, opened request). Also creates the output folder."""
         self._make(self.request.output)
         try:
             if self.checkpoint.unchecked:
@@ -205,7 +205,7 @@ class Evaluation:
     def _side(
         self, folder: Path, identity: str, loaded: dict[str, tasks.LoadedTask], held_out: torch.Tensor | None
     ) -> None:
-        """Score all unfinished parts of the side in `folder`."""
+        """Score the tasks and the held-out split that have no result yet, for the side in `folder`."""
         kernels = self.request.sides[folder]
         finished = self._on_main(lambda: self.request.finished(folder, identity))
         parts = {name: self._on_main(partial(self._found, finished, task)) for name, task in loaded.items()}
@@ -236,7 +236,7 @@ class Evaluation:
                     self._fail(VALIDATION, f"the loss is {part['loss']}: these weights give logits that are not finite")
 
     def _found(self, finished: Finished, task: tasks.LoadedTask) -> dict[str, Any] | None:
-        """The task's finished part, if any. If it was scored on the same rows in another folder, it is updated to this
+        """The task's stored result, if any. If it was scored on the same rows in another folder, it is updated to this
         folder."""
         part = finished.find(task.name, task.identity)
         if part is not None and part["measured"]["data"] != self.request.source:
@@ -360,7 +360,7 @@ class Evaluation:
         return blocks
 
     def _validate(self, blocks: torch.Tensor, kernels: Kernels) -> dict[str, Any]:
-        """As the run validates: its own float32 weights, precision and micro-batch."""
+        """The held-out loss, computed as in training: with the run's float32 weights, precision and micro-batch."""
         config, device = self.request.run_config(), self.ranks.device
         try:
             model_config, activation, weights = load_float32(self.checkpoint)

@@ -42,7 +42,7 @@ class Request:
         return cls(config, checkpoint, checkpoint.output(EVALUATION, config.output_dir, config.limit))
 
     def opened(self, identity: str) -> "Request":
-        """With its dtype, and the folder for scores in it. `identity`: the checkpoint's.
+        """This request with its dtype, and the output folder for that dtype. `identity`: the checkpoint's.
 
         Raises BrokenModel, and OSError if the hub cannot be read.
         """
@@ -69,7 +69,7 @@ class Request:
         return " and ".join(wanted) or None
 
     def finished(self, folder: Path, identity: str) -> Finished:
-        """The finished parts of the side in `folder`; `identity` is the checkpoint's. Raises OSError."""
+        """The stored results of the side in `folder`; `identity` is the checkpoint's. Raises OSError."""
         assert self.dtype is not None  # it is opened
         decided_by = {
             "weights": identity, "dtype": dtype_name(self.dtype), "device": device_type(self.config.device.name),
@@ -109,7 +109,7 @@ class Request:
         }
 
     def results(self, weights: str, failed: dict[str, str]) -> dict[str, Any]:
-        """The contents of results.json: all finished parts of these weights, and why requested tasks failed.
+        """The contents of results.json: all stored results of these weights, and why requested tasks failed.
 
         `weights`: the checkpoint's identity.
         """
@@ -135,7 +135,7 @@ def mistakes(config: EvaluateConfig) -> list[str]:
 
 
 def _side(parts: Parts, failed: dict[str, str]) -> dict[str, Any]:
-    """The entries of results.json for the finished parts of one side."""
+    """The entries of results.json for the results of one side."""
     tasks = {n: {**part["result"], "measured": part["measured"]} for n, part in parts.items() if n != VALIDATION}
     return {"tasks": tasks, VALIDATION: parts.get(VALIDATION), **means(tasks, failed)}
 

@@ -25,11 +25,11 @@ STORED = "float32"  # the dtype of scores that do not name theirs: before 0.1.0 
 
 MEANS = {"mean": "score", "mean_acc": "acc"}  # name of the mean -> key of each task
 
-Parts = dict[str, dict[str, Any]]  # finished tasks by name, and the held-out split under VALIDATION
+Parts = dict[str, dict[str, Any]]  # results by task name, and of the held-out split under VALIDATION
 
 
 class Finished:
-    """The finished parts of an evaluation, one file each, written atomically."""
+    """The results of an evaluation on disk: one file per task, written atomically."""
 
     def __init__(self, folder: Path, decided_by: dict[str, Any]) -> None:
         """`decided_by`: what the scores depend on besides the rows, including the weights.
@@ -41,14 +41,14 @@ class Finished:
         (self.folder / "tasks").mkdir(exist_ok=True)
 
     def find(self, name: str, rows: str) -> dict[str, Any] | None:
-        """The part added under this name, if rows and everything else that decides it are the same."""
+        """The result stored under this name, if it was computed from the same rows and settings."""
         decided_by, part = _read(self.folder, name)
         return part if decided_by == {**self.decided_by, "rows": rows} else None
 
     def add(self, name: str, rows: str, part: dict[str, Any], samples: list[dict[str, Any]] | None = None) -> None:
-        """Store `part`, and the samples if any, replacing what was stored under this name.
+        """Store the result `part`, and the samples if any, replacing earlier ones under this name.
 
-        Old files are removed only after the new ones are complete. A stored part always has its samples.
+        Old files are removed only after the new ones are complete. A stored result always has its samples.
         """
         path, of_samples = _path(self.folder, name), _samples(self.folder, name)
         found = {"decided_by": {**self.decided_by, "rows": rows}, "finished": part}
@@ -64,24 +64,24 @@ class Finished:
 
 
 def kept(folder: Path, weights: str) -> Parts:
-    """All finished parts of these weights in `folder`, with any settings: tasks in order, VALIDATION last."""
+    """All results of these weights in `folder`, with any settings: tasks in order, VALIDATION last."""
     found = {name: _read(folder, name) for name in (*TASKS, VALIDATION)}
     return {name: part for name, (decided_by, part) in found.items() if decided_by.get("weights") == weights}
 
 
 def dtypes(folder: Path, weights: str) -> set[str]:
-    """Those in which the tasks in `folder` of these weights were scored."""
+    """The dtypes in which the tasks in `folder` were scored with these weights."""
     parts = kept(folder, weights).items()
     return {part.get("measured", {}).get("dtype", STORED) for name, part in parts if name != VALIDATION}
 
 
 def of_dtype(folder: Path, dtype: str) -> Path:
-    """Where the results in `dtype` are of an evaluation that was to go to `folder`, which may have those in another."""
+    """The folder with an evaluation's results in `dtype`: a subfolder if `folder` itself has another dtype's."""
     return folder / dtype if (folder / dtype / RESULTS).is_file() else folder
 
 
 def discard_others(folder: Path, weights: str) -> None:
-    """Remove finished parts of other weights from `folder`, with their samples."""
+    """Remove results of other weights from `folder`, with their samples."""
     for name in (*TASKS, VALIDATION):
         decided_by, _ = _read(folder, name)
         if decided_by and decided_by.get("weights") != weights:
@@ -90,7 +90,7 @@ def discard_others(folder: Path, weights: str) -> None:
 
 
 def _read(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(what decided it, the part); both empty if it cannot be read."""
+    """(settings, result) of a stored file; both empty if it cannot be read."""
     try:
         found = json.loads(regular.content(_path(folder, name)))
         decided_by, part = dict(found["decided_by"]), dict(found["finished"])
@@ -122,7 +122,7 @@ def has_scores(results: dict[str, Any]) -> bool:
 
 
 def settings(task: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a task's score that must agree for a mean."""
+    """The settings that must be equal for all tasks in a mean."""
     return {key: task["measured"].get(key) for key in SETTINGS}
 
 

@@ -248,10 +248,10 @@ def read_model(path: str | Path, dtype: torch.dtype | str = "auto") -> Any:
     model, found = read  # for output_loading_info
     wrong = {
         "missing": found["missing_keys"],
-        "that belong to no layer in config.json": found["unexpected_keys"],
+        "unexpected (no such layer in config.json)": found["unexpected_keys"],
         SHAPES: [name for name, *_ in found["mismatched_keys"]],
         "unreadable": found.get("error_msgs", ()),
-        "with values that are not finite": not_finite(model.state_dict()),
+        "not finite": not_finite(model.state_dict()),
         "not equal to the embedding, contrary to config.json (tie_word_embeddings)": _untied(model, config),
     }
     _refuse(path, wrong)

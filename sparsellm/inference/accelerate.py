@@ -54,7 +54,7 @@ def accelerate(
         engine: "dense", "row" or "tile" for every call, instead of each block's own choice.
         calibrate: Measure what the engines cost, if the model is in bfloat16 on a GPU and its layer shapes have not
             been measured on this GPU model. Without that, an H200's constants choose.
-        policy: What chooses engines, instead of a new one by what was measured.
+        policy: The policy that chooses engines. By default a new one, from the measured costs.
 
     Returns:
         `model`.
@@ -87,16 +87,16 @@ def accelerate(
 
 
 def _policy_for(weights: list[Tensor], calibrate: bool) -> Policy:
-    """By what is kept of layers with these W_d, measured first if need be."""
+    """The policy for layers with these W_d, from cached costs. Layers without costs are measured if `calibrate`."""
     computing = {(w.shape[0], w.shape[1]): w for w in weights if sparse_engines_take(w)}
     first = next(iter(computing.values()), weights[0])
-    with torch.cuda.device_of(first):  # what is measured and kept is of the current GPU's model
+    with torch.cuda.device_of(first):  # costs are measured and cached for the current GPU's model
         layers = dict.fromkeys((w.shape[0], w.shape[1]) for w in weights)
         return first_use.policy_for(layers, first.device, computing if calibrate else ())
 
 
 def policy_of(model: nn.Module) -> Policy | None:
-    """What chooses the engines of an accelerated model; None for other models."""
+    """The policy that chooses an accelerated model's engines; None for other models."""
     return next((block.policy for block in model.modules() if isinstance(block, SparseFeedForward)), None)
 
 
@@ -144,7 +144,7 @@ class SparseFeedForward(nn.Module):
 
     @property
     def policy(self) -> Policy:
-        """What chooses the engines of calls without gradients. A trainer replaces it by the run's."""
+        """The policy that chooses engines for calls without gradients. A trainer sets it to the run's policy."""
         return self.choice.policy
 
     @policy.setter

@@ -3,8 +3,8 @@
 Each accelerated block has an `EngineChoice`. One in COUNT_EVERY calls starts a copy of its counts to the host, and does
 not wait for it; a later call finds the counts there, and chooses the engine for itself and the calls after it. Calls of
 few tokens (decoding), of many, and of numbers in between are counted and chosen separately (sparsellm.ops.borders).
-What is kept for calls of few and of many tokens is a plan. Numbers in between, 65 to 1,535, are too unlike for one
-plan: what is kept is the nonzeros per token, and each call's engine is chosen by that and its own number of tokens.
+For calls of few and of many tokens, the plan is stored. Token counts in between, 65 to 1,535, differ too much for one
+plan: the nonzeros per token are stored, and each call's engine is chosen from them and its own number of tokens.
 
 The host never waits for counts, so the call at which a new choice takes effect may differ between runs, and with it the
 last bits of results. During a CUDA graph capture nothing is counted and W_d is not copied: the graph keeps the engines
@@ -93,7 +93,7 @@ class EngineChoice:
     def __init__(self, engine: str | None, policy: Policy) -> None:
         """engine: the name of the engine that computes every call, or None: `policy` chooses, from counts."""
         self.engine, self.policy = engine, policy
-        # By FEW, BETWEEN, MANY: until counts arrive, calls of many tokens are assumed to be dense.
+        # Indexed by FEW, BETWEEN, MANY. Until counts arrive, calls of many tokens use the dense engine.
         first = (policy.first_of_few(), DENSE, DENSE)
         self.plans = [plan if engine is None else Plan.of(engine) for plan in first]
         self.calls = [0, 0, 0]

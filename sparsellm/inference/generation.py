@@ -12,7 +12,7 @@ keeps these engines. What a layer computes is in sparsellm.inference.layer_forwa
 Several threads may share one generator, with several streams active at once: each has its own memory and graphs until
 it ends or is dropped.
 
-Numerics: the weights of the embedding and of all products are in `dtype`; products and attention compute in it with
+Numerics: the weights of the embedding and of all matmuls are in `dtype`; matmuls and attention compute in it with
 float32 accumulation; residual stream, norms, rotation, softmax and sampling are float32. Letters: B sequences, R tokens
 of a call over all sequences, K model width, V vocabulary.
 """
@@ -284,7 +284,7 @@ class Generator:
         return ALONE if self.device.type == "cuda" else nullcontext()
 
     def _embedded(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """tokens [R] -> (residual stream [R, K] float32, the pending addend: zeros in the dtype of the products)."""
+        """tokens [R] -> (residual stream [R, K] float32, the pending addend: zeros in the dtype of the matmuls)."""
         x = self.decoder.embed_tokens(tokens)
         return x.float(), torch.zeros_like(x)
 

@@ -1,15 +1,15 @@
 """The decoder's layers during generation: for prompts, and for one token per sequence.
 
 On a GPU each is a few kernel launches, without torch.compile, whose compile time exceeds what it saves in one text.
-Pointwise work between the products, and the products of a single token, are Triton kernels (sparsellm.ops.triton). On a
+Pointwise work between the matmuls, and the matmuls of a single token, are Triton kernels (sparsellm.ops.triton). On a
 CPU, PyTorch's operators compute the same.
 
 The residual stream is passed as two parts: x, and the previous layer's output y, not yet added. So one kernel computes
-the sum and the following norm, and for a single token the following product too.
+the sum and the following norm, and for a single token the following matmul too.
 
 Letters: B sequences, R tokens of a call over all sequences, T length of the longest, S cache positions, K model width,
 H heads of width D, H_kv key/value heads, each shared by H / H_kv query heads. Numerics: sums, norms, rotation and
-activations are float32; normalised inputs, rotated heads, activated gates and the results of products are rounded to
+activations are float32; normalised inputs, rotated heads, activated gates and the results of matmuls are rounded to
 the dtype of the weights.
 """
 
@@ -40,7 +40,7 @@ Tables = tuple[Tensor, Tensor]  # cos and sin of each position [S, D] float32, h
 
 
 class Projection(NamedTuple):
-    """The query, key and value projections merged: one product instead of three."""
+    """The query, key and value projections merged: one matmul instead of three."""
 
     weight: Tensor  # [(H + 2 H_kv) D, K]
     bias: Tensor | None  # [(H + 2 H_kv) D], in the dtype of the weight

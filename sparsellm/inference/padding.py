@@ -4,10 +4,10 @@ Prompts of unequal lengths are padded on the left, and every layer computes the 
 nothing, not even itself, and nothing depends on it. But it would fire many neurons, as the first token of a text does;
 the sparse engines would compute them, and layers would choose their engines from counts of padding.
 
-So the embeddings of hidden tokens are set to zero before the first layer. Norms and bias-free products keep zeros at
+So the embeddings of hidden tokens are set to zero before the first layer. Norms and bias-free matmuls keep zeros at
 zero. The attention output of a token that attends to nothing depends on the kernel: zeros on a CPU, a mean of all
 values in some CUDA kernels. So each layer's attention output is set to zero for these tokens too. A row of zeros fires
-nothing: it costs a sparse engine nothing after the gate product and adds to no count. Other tokens keep every bit.
+nothing: it costs a sparse engine nothing after the gate GEMM and adds to no count. Other tokens keep every bit.
 Float masks, as in transformers' "eager" attention, do not identify hidden tokens, so there padding fires; so does
 padding on the right, which attends to the text.
 

@@ -3,7 +3,7 @@
 Letters: B sequences, T positions, K model width, N neurons, L layers, H heads of width D, H_kv key/value heads, each
 shared by H / H_kv query heads, V vocabulary; M = B x T.
 
-Numerics: weights are float32. Under autocast the matrix products, attention and the feedforward operator run in
+Numerics: weights are float32. Under autocast matmuls, attention and the feedforward operator run in
 bfloat16 with float32 accumulation; the residual stream, normalisation and rotation stay float32. No dropout: a forward
 pass draws no random numbers.
 """

@@ -57,7 +57,7 @@ def available() -> tuple[bool, str]:
         load()
     except KernelsUnavailable as error:
         if str(error) not in _said and build.is_main_rank():
-            build.warn(f"PyTorch computes the feedforward layers, for the Triton kernels are unavailable: {error}")
+            build.warn(f"PyTorch computes the feedforward layers, because the Triton kernels are unavailable: {error}")
         _said.add(str(error))
         return False, str(error)
     return True, ""

@@ -128,7 +128,7 @@ def _load(path: Path) -> None:
 
 
 def _check_borders() -> None:
-    """The library says from how many tokens on its kernels compute in another way; Python must not think otherwise."""
+    """Check that the library and borders.py agree on the token counts at which the kernels change their algorithm."""
     for name, ours in (("few tokens", borders.FEW_TOKENS), ("many tokens", borders.MANY_TOKENS)):
         if (theirs := torch.ops.sparsellm_cuda.limit(name)) != ours:
             raise KernelsUnavailable(

@@ -5,8 +5,8 @@ Letters: M tokens, K model width, N neurons. Weights have Hugging Face's layout:
     gated      z = x w_gate^T    g = relu(z)    u = x w_up^T    h = g * u    y = h w_down^T
     non-gated  z = x w_up^T                                     h = relu(z)  y = h w_down^T
 
-Numerics: every matrix product accumulates as PyTorch does (float32 for bfloat16) and is rounded once to the compute
-dtype, which is that of x. Elementwise arithmetic on the products is done in `accumulator(dtype)` and rounded once.
+Numerics: every matmul accumulates as PyTorch does (float32 for bfloat16) and is rounded once to the compute
+dtype, which is that of x. Elementwise arithmetic on the results is done in `accumulator(dtype)` and rounded once.
 Gradients are those of DESIGN §2, and exactly zero where the neuron is inactive. float64 inputs give float64 throughout.
 
 These are pure functions of tensors, written so that a compiler can fuse their elementwise halves.

@@ -1,16 +1,16 @@
-"""Which engine computes a feedforward layer, and what that is decided by.
+"""Decides which engine computes a feedforward layer.
 
-choice.py        Policy, the object that is passed to who needs it
-costs.py         what a call costs by each engine, and the rule of choice
-packaged.py      the costs that come with the package: h200_cuda.json, h200_triton.json
+choice.py        Policy, the object that callers pass around
+costs.py         cost model of a call for each engine, and the rule that picks an engine
+packaged.py      default costs that ship with the package: h200_cuda.json, h200_triton.json
 
-A calibration measures the costs on this GPU, once, and keeps them in the cache:
-first_use.py     policy_for: a policy of some layers, measured first where nobody has
-layer.py         a layer that fires as layers do
-measure.py       times of every engine at many numbers of tokens, and the costs that are fitted to them
-block_sizes.py   the block sizes of the Triton kernels
-report.py        measured, predicted and chosen, as a table
-store.py         where it is kept
+A calibration measures the costs once on this GPU and caches them:
+first_use.py     policy_for: a policy for given layers; calibrates layers that have no cached costs
+layer.py         a synthetic layer with realistic activation sparsity
+measure.py       times every engine at many token counts and fits costs to the times
+block_sizes.py   tunes the block sizes of the Triton kernels
+report.py        table of measured times, predicted times and chosen engines
+store.py         the cache on disk
 """
 
 from sparsellm.policy.choice import Policy

@@ -1,4 +1,4 @@
-"""The block sizes of the Triton kernels that are fastest on this GPU, of a short list."""
+"""Tunes the block sizes of the Triton kernels: picks the fastest on this GPU from a short list."""
 
 from collections.abc import Callable, Iterator
 
@@ -21,14 +21,14 @@ LISTED: dict[str, tuple[Shape | int, ...]] = {
     "resident": (1, 2),
 }
 
-Timer = Callable[[dict[str, Tuning]], dict[str, float | Exception]]  # milliseconds of CALL by these block sizes
+Timer = Callable[[dict[str, Tuning]], dict[str, float | Exception]]  # milliseconds of CALL with each Tuning
 
 
 def find(layer: Layer, timer: Timer | None = None, advance: Callable[[int], object] = lambda _: None) -> Tuning:
-    """The block sizes with which a layer's forward and backward pass takes least, looked for one after the other.
+    """The fastest block sizes for a layer's forward and backward pass, tuned one after the other.
 
-    Sizes that need more shared memory or registers than this GPU has are no candidates. Raises what Triton raises if
-    the block sizes that the package has for this GPU do not run either. timer: by default of this GPU.
+    Sizes that need more shared memory or registers than this GPU has are skipped. If even the package's block sizes for
+    this GPU do not run, Triton's error is raised. timer: by default, times the layer on this GPU.
     """
     timer, best = timer or (lambda sizes: gpu_milliseconds(layer, sizes)), tuning.of(layer.device)[0]
     for name in LISTED:
@@ -43,7 +43,7 @@ def find(layer: Layer, timer: Timer | None = None, advance: Callable[[int], obje
 
 
 def others(best: Tuning, name: str) -> Iterator[Tuning]:
-    """`best`, and it with the listed values of one block size."""
+    """Yields `best`, then `best` with block size `name` set to each other listed value."""
     yield best
     for value in LISTED[name]:
         if value != getattr(best, name):

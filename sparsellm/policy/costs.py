@@ -1,12 +1,12 @@
-"""What a call of a layer costs by each engine, and the one rule by which an engine is chosen.
+"""Cost model of a layer call for each engine, and the rule that picks an engine.
 
-    Cost         seconds of a call by one engine, linear in what fires
-    Estimate     a Cost, and for which calls it is relied on
-    LayerCosts   the choices that follow from a layer's estimates
-    Costs        estimates from tables of costs that were measured on this GPU (sparsellm.policy.measure)
+    Cost         seconds of a call on one engine, linear in the activation counts
+    Estimate     a Cost, and the calls for which it is valid
+    LayerCosts   picks engines from a layer's estimates
+    Costs        estimates from tables measured on this GPU (sparsellm.policy.measure)
 
-sparsellm.policy.packaged has the other estimates, by formulas that were fitted to one GPU. Letters: M tokens, K model
-width, N neurons.
+sparsellm.policy.packaged has the other estimates: formulas fitted to one GPU. Letters: M tokens, K model width,
+N neurons.
 """
 
 import bisect
@@ -17,27 +17,27 @@ from typing import Any, NamedTuple
 from sparsellm.ops.borders import ALONE, FEW_TOKENS, MANY_TOKENS, MIN_FUSED_TOKENS, MIN_ORDERED_TOKENS
 from sparsellm.ops.plan import ROOM, Engine
 
-MARGIN = 0.03  # of dense's time: a sparse engine must be faster by this before it replaces dense
-TILE_MAX_NONZEROS = 320  # per token: the tile engine was measured up to 300
-# Room is given for so many times the nonzeros that were counted: real batches differ by several times, and a batch
-# without room takes ten times as long or more (LOG.md, "Room for four times the fullest micro-batch").
+MARGIN = 0.03  # a sparse engine replaces dense only if it saves at least this share of dense's time
+TILE_MAX_NONZEROS = 320  # per token; the tile engine was measured up to 300
+# A plan's room is this multiple of the counted nonzeros: real batches differ by several times, and a batch that exceeds
+# its room takes ten times as long or more (LOG.md, "Room for four times the fullest micro-batch").
 ROOM_MARGIN = 4
 ROOM_MULTIPLE = 32  # nonzeros per token
-MOST_FOUND = 1000  # numbers of tokens of which a layer remembers the estimates
-ROWS = 64  # tokens: dense products compute tiles of so many rows, or of a multiple, and a begun tile costs a whole one
-# From which on engines compute in another way; the last one is of the Triton kernels' forward pass alone.
+MOST_FOUND = 1000  # maximum number of token counts for which a layer caches its estimates
+ROWS = 64  # tokens; tile height of dense GEMMs is a multiple of this, and a partial tile costs as much as a full one
+# Token counts at which an engine changes its algorithm; the last one applies to the Triton kernels without backward.
 BORDERS = MIN_FUSED_TOKENS, MANY_TOKENS, MIN_ORDERED_TOKENS, ALONE * MIN_ORDERED_TOKENS
 
 
 def room_for(per_token: float) -> int:
-    """A plan's room, nonzeros per token, after a batch with `per_token`: ROOM_MARGIN times as many, rounded up to a
-    multiple of ROOM_MULTIPLE, and at least ROOM. After 100 per token it is 416."""
+    """A plan's room, in nonzeros per token, after a batch with `per_token`: ROOM_MARGIN times as many, rounded up to a
+    multiple of ROOM_MULTIPLE, and at least ROOM. For 100 per token it is 416."""
     room = ROOM_MULTIPLE * math.ceil(ROOM_MARGIN * min(per_token, TILE_MAX_NONZEROS) / ROOM_MULTIPLE)
     return max(room, ROOM)
 
 
 class Cost(NamedTuple):
-    """Seconds of a call: fixed + per_nonzero * nnz + per_union * union, of the call's counts (FeedForwardOutput)."""
+    """Seconds of a call: fixed + per_nonzero * nnz + per_union * union, with the call's counts (FeedForwardOutput)."""
 
     fixed: float
     per_nonzero: float = 0.0
@@ -48,8 +48,8 @@ class Cost(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """most: the nonzeros of a call up to which the engine may be chosen. margin: the share of dense's time by which it
-    must be faster to replace another engine."""
+    """most: maximum nonzeros of a call for which the engine may be chosen. margin: share of dense's time that it must
+    save to replace another engine."""
 
     cost: Cost
     most: float = math.inf
@@ -58,33 +58,33 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """Chooses engines for a layer with `width` K and `neurons` N, by what `estimates` says of a call."""
+    """Chooses engines for a layer with `width` K and `neurons` N from the `estimates` of a call."""
 
     kernels: str  # "cuda" or "triton"
     width: int
     neurons: int
-    # Eager decoding is host-bound, so what a number of tokens costs is computed once.
+    # Eager decoding is host-bound, so the estimates for a token count are computed once and cached.
     _densities: dict[int, float] = field(default_factory=dict, init=False, compare=False, repr=False)
     _found: dict[tuple[int, bool], dict[Engine, Estimate]] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
 
     def estimates(self, tokens: int, training: bool) -> dict[Engine, Estimate]:
-        """Of everything after the gate product, by engine; dense is always there."""
+        """Estimates by engine for all work after the gate GEMM; dense is always included."""
         raise NotImplementedError
 
     def choose_engine(self, tokens: int, nnz: float, union: float, current: Engine | None = None) -> Engine:
-        """The engine of a forward pass; arguments as of Policy.choose_engine."""
+        """The engine for a forward pass; arguments as in Policy.choose_engine."""
         if FEW_TOKENS < tokens < MANY_TOKENS:
             return Engine.row if nnz <= tokens * self.row_density(tokens) else Engine.dense
         return self._cheapest(tokens, False, nnz, union, current)
 
     def choose_training_engine(self, tokens: int, nnz: float, union: float, current: Engine | None = None) -> Engine:
-        """The engine of a micro-batch's forward and backward pass; arguments as of Policy.choose_engine."""
+        """The engine for a micro-batch's forward and backward pass; arguments as in Policy.choose_engine."""
         return self._cheapest(tokens, True, nnz, union, current)
 
     def row_density(self, tokens: int) -> float:
-        """Nonzeros per token up to which the row engine is chosen instead of dense; below 0 where it never is."""
+        """Maximum nonzeros per token at which the row engine is chosen over dense; negative if it never is."""
         if tokens not in self._densities:
             self._densities[tokens] = _row_density(self.estimates(tokens, False), tokens)
         return self._densities[tokens]
@@ -100,7 +100,7 @@ class LayerCosts:
             if engine == Engine.dense or nnz > most or (engine == Engine.tile and union < 0):  # -1: not measured
                 continue
             seconds = cost.seconds(nnz, union)
-            # To stay, an engine need only be the fastest: the choice does not alternate between engines about as fast.
+            # The current engine needs no margin to stay, so the choice does not flip between engines of similar speed.
             if seconds <= dense * (1 if current == engine else 1 - margin) and seconds < least:
                 best, least = engine, seconds
         return best
@@ -116,17 +116,17 @@ def _row_density(estimates: dict[Engine, Estimate], tokens: int) -> float:
     return left / (row.cost.per_nonzero * tokens)
 
 
-BySize = dict[int, dict[Engine, Cost]]  # tokens of a call -> the engines that were measured
+BySize = dict[int, dict[Engine, Cost]]  # tokens of a call -> cost of each measured engine
 
 
 @dataclass(frozen=True)
 class Costs(LayerCosts):
-    """What was measured of a layer.
+    """Costs of a layer measured on this GPU.
 
-    A call costs what one of whole tiles does (`whole_tiles`). Between two numbers of tokens at which an engine was
-    measured, the seconds of calls that fire alike, per token, are interpolated. Beyond the largest number, `fixed`
-    grows as it did from half of it or less, and what a nonzero and a neuron of a union cost stays. Fewer tokens than an
-    engine's smallest number are for dense.
+    The token count of a call is first rounded up to whole tiles (`whole_tiles`). Between two measured token counts, the
+    time of calls with equal sparsity per token is interpolated linearly. Beyond the largest one, `fixed` is
+    extrapolated from it and a count at most half as large, and `per_nonzero` and `per_union` stay constant. An engine
+    is not available below its smallest measured token count; dense always is.
     """
 
     forward: BySize
@@ -146,26 +146,26 @@ class Costs(LayerCosts):
 
     @classmethod
     def of_json(cls, values: dict[str, Any]) -> "Costs":
-        """Raises KeyError, TypeError or ValueError for other values than those of `as_json`."""
+        """Raises KeyError, TypeError or ValueError if `values` did not come from `as_json`."""
         forward, training = (
             {int(tokens): {Engine[name]: Cost(*cost) for name, cost in by.items()} for tokens, by in of.items()}
             for of in (values["forward"], values["training"])
         )
         for sizes in (forward, training):
             if not sizes or any(Engine.dense not in by for by in sizes.values()):
-                raise ValueError("the dense engine has no costs at some number of tokens")
+                raise ValueError("the dense engine has no cost at some token count")
         return cls(values["kernels"], int(values["width"]), int(values["neurons"]), forward, training)
 
 
 def whole_tiles(tokens: int) -> int:
-    """`tokens` rounded up to what dense products compute at once, but not across a border: 320 for 270."""
+    """`tokens` rounded up to a multiple of ROWS, as dense GEMMs compute, but not across a border: 270 becomes 320."""
     if tokens <= FEW_TOKENS:
         return tokens
     return min([-(-tokens // ROWS) * ROWS, *(border - 1 for border in BORDERS if tokens < border)])
 
 
 def costs_at(sizes: BySize, tokens: int) -> dict[Engine, Cost]:
-    """The costs of a call of so many tokens, of the engines that were measured around there."""
+    """The costs of a call of `tokens` tokens, for each engine measured at token counts around it."""
     smallest, largest = min(sizes), max(sizes)
     if tokens < smallest:
         return {Engine.dense: sizes[smallest][Engine.dense]}
@@ -174,7 +174,7 @@ def costs_at(sizes: BySize, tokens: int) -> dict[Engine, Cost]:
         measured = sorted(size for size, by in sizes.items() if engine in by)
         if measured and measured[0] <= tokens and (whole <= measured[-1] or measured[-1] == largest):
             high = measured[min(bisect.bisect_left(measured, whole), len(measured) - 1)]
-            # Beyond the largest: two numbers side by side, as those of a border, do not say how the seconds grow.
+            # Extrapolating needs two counts that are far apart: the two next to a border are only one token apart.
             limit = high if high == whole else high - 1 if high > whole else high // 2
             low = measured[max(bisect.bisect_right(measured, limit) - 1, 0)]
             found[engine] = _between(whole, low, sizes[low][engine], high, sizes[high][engine])
@@ -182,11 +182,12 @@ def costs_at(sizes: BySize, tokens: int) -> dict[Engine, Cost]:
 
 
 def _between(tokens: int, low: int, before: Cost, high: int, after: Cost) -> Cost:
-    """The cost for `tokens`, of those for `low` and `high`, or for both of the largest two numbers below."""
+    """The cost at `tokens`, interpolated or extrapolated from the costs at `low` and `high`."""
     if low == high:
         return after
-    share = (tokens - low) / (high - low)  # above 1 beyond the largest one
-    # Calls that fire alike count in proportion to their tokens: so does what all their nonzeros cost, in between.
+    share = (tokens - low) / (high - low)  # above 1 when extrapolating
+    # At equal sparsity the counts grow in proportion to the tokens. Interpolating the time of all nonzeros therefore
+    # needs these factors on the cost of one nonzero.
     first, last = ((1 - share) * low / tokens, share * high / tokens) if share < 1 else (0.0, 1.0)
     return Cost(
         before.fixed + share * (after.fixed - before.fixed),

@@ -1,10 +1,10 @@
-"""A policy of some layers, measured where they are first used if nobody has measured them on this GPU model.
+"""Creates the policy of given layers, and calibrates layers that have no cached costs for this GPU model.
 
-Sizes that the free memory did not do for are left out. Where there is memory for more of them later, they are measured
-again; a GPU that is simply small never has, so there nothing is measured twice.
+Token counts that do not fit into free memory are skipped. If more memory is free later, the layer is measured again. A
+GPU that is too small never has more, so it does not repeat the measurement.
 
-One process of a machine measures at a time, and one that waited takes what the other kept. Random states stay as they
-are (a Layer has a generator of its own), and all memory that was taken is given back.
+Only one process per machine measures at a time; the others wait and then read its results from the cache. Global random
+states are not changed (a Layer has its own generator), and all memory is released afterwards.
 """
 
 import sys
@@ -21,24 +21,24 @@ from sparsellm.policy.layer import SETS, Layer
 from sparsellm.policy.packaged import is_shipped
 from sparsellm.system.console import progress, warn
 
-SPARE = 1 << 30  # bytes of the GPU that are left alone: torch's allocator is not alone in taking memory
+SPARE = 1 << 30  # bytes of GPU memory left free, because not all memory is allocated through torch
 
 Shape = tuple[int, int]  # K and N of a layer
 
 
 def policy_for(layers: Iterable[Shape], device: torch.device, missing: Iterable[Shape] = ()) -> Policy:
-    """The policy of `layers` by what is kept of them, for the current GPU's model and the kernels that are loaded.
+    """The policy of `layers` from cached costs for the current GPU's model and the loaded kernels.
 
-    missing: those of them to measure on `device` first, if nothing is kept of them and the package's costs are of
-    others, or if fewer sizes are kept than there is memory for now. Says so in a line for each, as it says why one
-    could not be measured: that one goes by the package's costs.
+    missing: the layers to measure on `device` first if they need it: if they have no cached costs and the package's
+    costs were measured elsewhere, or if more memory is free now than when they were measured. Each measurement is
+    reported in one line, and so is each failure; a layer that could not be measured uses the package's costs.
     """
     layers = list(layers)
     found = store.kept(layers)
     unmeasured = [layer for layer in dict.fromkeys(missing) if _is_missing(layer, found, device)]
     if unmeasured:
         with store.measuring() as free:
-            found |= store.kept(unmeasured)  # what another process has kept by now
+            found |= store.kept(unmeasured)  # results that another process has cached meanwhile
             for layer in unmeasured:
                 if not _is_missing(layer, found, device):
                     continue
@@ -51,14 +51,14 @@ def policy_for(layers: Iterable[Shape], device: torch.device, missing: Iterable[
                 torch.cuda.empty_cache()
                 if failed and layer not in found:
                     store.warn_once(
-                        f"layers of {width} x {neurons} are not measured, so an H200's constants choose their engines:"
+                        f"layers of {width} x {neurons} were not measured, so an H200's constants choose their engines:"
                         f" {failed}; {command}"
                     )
     return Policy(measured=found)
 
 
 def _is_missing(layer: Shape, found: dict[Shape, Costs], device: torch.device) -> bool:
-    """Whether nothing, or fewer sizes than there is memory for now, were measured of such layers."""
+    """Whether such layers have no costs for this GPU, or costs for fewer token counts than fit into memory now."""
     if layer not in found:
         return not is_shipped(backend.loaded() or "cuda", *layer)
     tried = store.tried(*layer)
@@ -68,8 +68,8 @@ def _is_missing(layer: Shape, found: dict[Shape, Costs], device: torch.device) -
 def _measure(
     width: int, neurons: int, device: torch.device, command: str, before: Costs | None
 ) -> tuple[Costs | None, str]:
-    """(the costs of a layer, measured and kept; what kept that from being done). Costs from `before` that reach as far
-    stay, as measured with as much memory as now."""
+    """Measures a layer and caches its costs. Returns (costs, "") or (None, why it failed). If `before` covers as many
+    tokens as the new costs, `before` is returned and cached."""
     kernels = backend.loaded() or "cuda"
     largest, most = measure.SIZES[kernels][-1], _largest_that_fits(width, neurons, device)
     started = time.perf_counter()
@@ -89,27 +89,27 @@ def _measure(
         costs = before
     seconds = time.perf_counter() - started
     try:
-        kept = f"kept in {store.keep(costs, None, None if most == largest else most)}"
+        kept = f"cached in {store.keep(costs, None, None if most == largest else most)}"
     except OSError as error:
-        kept = f"not kept, for the cache cannot be written ({error})"
+        kept = f"not cached, because the cache cannot be written ({error})"
     reached = max(costs.forward)
     if reached < largest:
-        kept = f"up to {reached:,} tokens, as far as its free memory goes ({command}), {kept}"
-    had = "not been measured" if before is None else f"been measured up to {max(before.forward):,} tokens only"
+        kept = f"up to {reached:,} tokens, the most that fit into free memory ({command}), {kept}"
+    had = "not been measured" if before is None else f"been measured only up to {max(before.forward):,} tokens"
     warn(f"this GPU had {had} for layers of {width} x {neurons}: measured in {seconds:.1f} s, {kept}")
     return costs, ""
 
 
 def _largest_that_fits(width: int, neurons: int, device: torch.device) -> int:
-    """The largest number of tokens that is measured, of those that there is memory for; 0: not even the smallest."""
+    """The largest token count of measure.SIZES that fits into free memory; 0 if not even the smallest one does."""
     fit = _tokens_that_fit(width, neurons, device)
     return max((tokens for tokens in measure.SIZES[backend.loaded() or "cuda"] if tokens <= fit), default=0)
 
 
 def _tokens_that_fit(width: int, neurons: int, device: torch.device) -> int:
-    """How many tokens there is memory to time forward calls of: below 1 if not even the weights fit."""
+    """Number of tokens of a timed forward call that fit into free memory; below 1 if not even the weights fit."""
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
     gates = len({*measure.TILE, *measure.ROW, *measure.ROW_OF_FEWEST})
-    matrices = 3 * SETS + 1 + gates + 6  # 6: gradients, and weights by neuron
+    matrices = 3 * SETS + 1 + gates + 6  # 6: gradients, and neuron-major copies of weights
     return (free - SPARE - 2 * width * neurons * matrices) // (16 * width + 12 * neurons)

@@ -1,13 +1,14 @@
-"""A layer of random weights that fires as layers do: a few neurons often, most of them seldom.
+"""A layer with random weights whose sparsity resembles a trained layer: a few neurons fire often, most rarely.
 
-Neuron j fires with probability proportional to (j + 1)^-skew, at most MOST_OFTEN, each independently, so that a token
-fires `share` of all neurons on average. This is how: the first of the K values of a token is 1, the others are drawn
-from a normal distribution, and so is z; and the weight of neuron j by the first value is the quantile of z that is
-exceeded with j's probability, negated. So relu(z) is above zero as often as it should be, at any K.
+Neuron j fires independently with a probability proportional to (j + 1)^-skew, capped at MOST_OFTEN, so that a token
+activates `share` of all neurons on average. To achieve this, the first of a token's K values is 1 and the others are
+normally distributed, so z is normally distributed too. The gate weight of neuron j for the first value is the negated
+quantile of z that is exceeded with j's probability. So relu(z) > 0 with exactly that probability, at any K.
 
-Of 5,632 neurons at skew 1.3, 128 tokens that fire 36 each fire 1,140 together, and with 101 each 2,530: about as many
-as in trained layers whose tokens are ordered (950 at 36, 2,640 at 116). With 101 at skew 0.7 they fire 4,200: by such a
-pair, the cost of a nonzero and that of a neuron of a union are told apart.
+Example with 5,632 neurons and skew 1.3: 128 tokens with 36 active neurons each activate 1,140 different neurons (their
+union), and 2,530 with 101 each. Trained layers with ordered tokens are similar (950 at 36, 2,640 at 116). At skew 0.7,
+101 each give a union of 4,200. Timing both skews separates the cost of a nonzero from the cost of a neuron of the
+union.
 """
 
 import math
@@ -22,22 +23,23 @@ from sparsellm.ops.plan import Engine
 from sparsellm.policy.costs import TILE_MAX_NONZEROS, room_for
 
 MOST_OFTEN = 0.5
-SETS = 3  # of weights, which take turns: calls of few tokens should not find theirs in the GPU's cache
+SETS = 3  # sets of weights used in turn, so that a call of few tokens does not find its weights in the L2 cache
 
 
 class Firing(NamedTuple):
-    """share: of the neurons, for the mean token. skew: how unlike the neurons are; 0: all alike."""
+    """share: fraction of neurons active in the mean token. skew: how much the neurons' frequencies differ; 0: equal."""
 
     share: float
     skew: float = 1.3
 
     def per_token(self, neurons: int) -> float:
-        """At most as many as the tile engine is chosen for, unless the share is that of few tokens."""
+        """Active neurons per token, limited to what the tile engine may compute. Shares above 0.1, which only calls of
+        few tokens use, are not limited."""
         return self.share * neurons if self.share > 0.1 else min(self.share * neurons, 0.9 * TILE_MAX_NONZEROS)
 
 
 class Call(NamedTuple):
-    """One call of a layer, forward or forward and backward, by one engine."""
+    """One call of a layer on one engine: forward, or forward and backward."""
 
     tokens: int
     firing: Firing
@@ -65,7 +67,7 @@ class Layer:
         return torch.randn(shape, generator=self.generator, device=self.device, dtype=self.dtype)
 
     def gate_of(self, firing: Firing) -> Tensor:
-        """w_gate [N, K] that fires so."""
+        """w_gate [N, K] with this sparsity."""
         if firing not in self.gates:
             probabilities = frequencies(self.neurons, firing).to(self.device)
             gate = self.gate.clone()
@@ -80,7 +82,7 @@ class Layer:
         return nonzeros, union
 
     def run(self, call: Call) -> object:
-        """The call, once: without waiting for the device, and with weights of its own turn."""
+        """Run the call once, with the next set of weights, without waiting for the device."""
         if not call.training:
             return self._forward(call, counting=call.engine != Engine.dense)
         with torch.enable_grad():
@@ -108,7 +110,7 @@ def frequencies(neurons: int, firing: Firing) -> Tensor:
     """float64 [N]: how often each neuron fires; their sum is `firing.per_token`."""
     wanted = min(firing.per_token(neurons), MOST_OFTEN * neurons)
     rates = torch.arange(1, neurons + 1, dtype=torch.float64) ** -firing.skew
-    low, high = 0.0, wanted / float(rates[-1])  # of what the rates are multiplied by; the cap makes it a search
+    low, high = 0.0, wanted / float(rates[-1])  # bounds of the factor; because of the cap it is found by bisection
     for _ in range(60):
         middle = (low + high) / 2
         if float((middle * rates).clamp(max=MOST_OFTEN).sum()) < wanted:

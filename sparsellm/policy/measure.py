@@ -1,17 +1,17 @@
-"""What the engines of a layer cost on this GPU, fitted to calls that were timed here.
+"""Times the engines of a layer on this GPU and fits costs to the times.
 
-At each number of tokens of SIZES and TRAINING_SIZES, every engine that may compute such a call is timed at several ways
-of firing, and a Cost is fitted to its times. What matters is which engine is faster, so the errors that are made least
-are relative to the times, and those of calls that take longer than dense count less. Of each pair of neighbours between
-which the engines change what they do (a kernel for few tokens, an order of the tokens), both are measured, so no cost
-is interpolated across such a change. The Triton kernels order the tokens of a forward pass alone from
-another number on than the CUDA kernels, so the largest numbers are each kernels' own. Of the fewest tokens each number
-is measured: the row engine deals their rows to some 16 clusters of CTAs, cut into pieces, so what the slowest cluster
-has jumps from one number to the next (7 rows in 3 pieces are two turns, 8 rows in 2 pieces are one).
+At each token count of SIZES and TRAINING_SIZES, every engine that may compute such a call is timed at several sparsity
+levels (Firing), and a Cost is fitted to its times. The costs only have to rank the engines, so the fit minimizes errors
+relative to the times, and calls that are slower than dense get less weight.
 
-What dense takes does not depend on what fires, but on how many tiles its products have, and whether these fill the
-multiprocessors a whole number of times. So it is timed at many more numbers of tokens: DENSE_SIZES and
-DENSE_TRAINING_SIZES.
+Some engines change their algorithm at a token count (a kernel for few tokens, ordering of the tokens). Such a count and
+the one just below it are both measured, so no cost is interpolated across the change. CUDA and Triton kernels begin to
+order the tokens of a forward pass without backward at different counts, so each has its own largest sizes. Up to 8
+tokens, every count is measured: the row engine splits the rows into pieces and deals them to about 16 clusters of CTAs,
+so the load of the slowest cluster jumps between counts (7 rows in 3 pieces need two rounds, 8 rows in 2 pieces one).
+
+The time of dense does not depend on sparsity. It depends on how many tiles its GEMMs have, and on how full the last
+wave of tiles is. So dense is timed at many more token counts: DENSE_SIZES and DENSE_TRAINING_SIZES.
 """
 
 import itertools
@@ -27,14 +27,14 @@ from sparsellm.ops.plan import Engine
 from sparsellm.policy.costs import BySize, Cost, Costs
 from sparsellm.policy.layer import Call, Firing, Layer
 
-FEWEST_TOKENS = 16  # up to which the gate product has a kernel of its own
-MANY_TRAINING_TOKENS = 2048  # at least; smaller micro-batches are dense
-METHOD = 3  # raised when other things are measured, or otherwise: what was kept before is not taken then
+FEWEST_TOKENS = 16  # up to this many, a separate kernel computes the gate GEMM
+MANY_TRAINING_TOKENS = 2048  # smallest micro-batch for sparse engines; smaller ones use dense
+METHOD = 3  # raised whenever the measurement changes, which invalidates cached costs
 _SIZES = (
     *range(1, 9), 12, FEWEST_TOKENS, FEWEST_TOKENS + 1, 32, FEW_TOKENS, 128, 192, 256, 320, 384, 448, 512, 640, 768,
     896, 1024, 1280, MANY_TOKENS - 1, MANY_TOKENS, 2048, 4096, 8192,
 )  # fmt: skip
-ORDERED_ALONE = ALONE * MIN_ORDERED_TOKENS  # from which on the Triton kernels order the tokens of a forward pass alone
+ORDERED_ALONE = ALONE * MIN_ORDERED_TOKENS  # Triton orders tokens from here in forward without backward
 SIZES = {
     "cuda": (*_SIZES, MIN_ORDERED_TOKENS - 1, MIN_ORDERED_TOKENS, 65_536),
     "triton": (*_SIZES, 16_384, ORDERED_ALONE - 1, ORDERED_ALONE, 2 * ORDERED_ALONE),
@@ -52,21 +52,21 @@ DENSE_SIZES = tuple(
 DENSE_TRAINING_SIZES = tuple(
     sorted({*range(2048, 4096, 256), *range(4096, 8192, 1024), *range(8192, 16_384, 2048)} - set(TRAINING_SIZES))
 )
-TOGETHER = 16  # neighbours of DENSE_SIZES that are timed in alternation
+TOGETHER = 16  # number of neighbouring DENSE_SIZES timed in alternation
 TILE = (
     Firing(0.0015), Firing(0.0065), Firing(0.011, skew=1.0), Firing(0.018), Firing(0.018, skew=0.7), Firing(0.05),
 )  # fmt: skip
 ROW = (Firing(0.0015), Firing(0.003), Firing(0.0065), Firing(0.018))
 ROW_OF_FEW = (Firing(0.0015), Firing(0.0065), Firing(0.018), Firing(0.05), Firing(0.15))
-ROW_OF_FEWEST = (*ROW_OF_FEW, Firing(0.45))  # of up to 4 tokens, for which row is faster up to about that
-MILLISECONDS = 16  # for which a call is timed, in 3 to 15 repetitions
+ROW_OF_FEWEST = (*ROW_OF_FEW, Firing(0.45))  # for up to 4 tokens, where row is faster than dense up to about this share
+MILLISECONDS = 16  # time spent on each call, in 3 to 15 repetitions
 
-Timer = Callable[[Sequence[Call]], list[float | None]]  # milliseconds of each call, None if memory did not do
+Timer = Callable[[Sequence[Call]], list[float | None]]  # milliseconds of each call; None if it ran out of memory
 Counter = Callable[[Call], tuple[float, float]]
 
 
 class Timed(NamedTuple):
-    """A call that was timed."""
+    """A timed call and its counts."""
 
     call: Call
     nonzeros: float
@@ -78,10 +78,10 @@ def measure(
     kernels: str, layer: Layer, timer: Timer | None = None, counter: Counter | None = None,
     advance: Callable[[int], object] = lambda _: None, most: int | None = None,
 ) -> tuple[Costs, list[Timed]]:  # fmt: skip
-    """The costs of `layer` on `kernels`, which are loaded, and what they are fitted to.
+    """The costs of `layer` on `kernels`, which must be loaded, and the timed calls they are fitted to.
 
-    A size above `most` tokens, or one that does not fit into memory, is left out, with all larger ones. Raises
-    OutOfMemoryError if the smallest one does not fit. timer, counter: by default of this GPU.
+    Sizes above `most` tokens are skipped. A size that does not fit into memory is skipped with all larger ones. Raises
+    OutOfMemoryError if the smallest one does not fit. timer, counter: by default, run the layer on this GPU.
     """
     timer, counter = timer or (lambda calls: gpu_milliseconds(layer, calls)), counter or layer.counts
     times: list[Timed] = []
@@ -102,7 +102,7 @@ def measure(
             advance(1)
         for first in range(0, len(dense_sizes), TOGETHER):
             group = [tokens for tokens in dense_sizes[first : first + TOGETHER] if tokens < fitting[-1]]
-            # With other weights each, as the layers of a model have: those of the call before may be in the cache.
+            # Each call has different weights, like the layers of a model, so that weights do not stay in the L2 cache.
             calls = [Call(tokens, TILE[i % len(TILE)], Engine.dense, training) for i, tokens in enumerate(group)]
             found = timer(calls)
             times += [Timed(call, 0.0, 0.0, ms / 1e3) for call, ms in zip(calls, found, strict=True) if ms is not None]
@@ -112,13 +112,13 @@ def measure(
 
 
 def steps(kernels: str) -> int:
-    """How often `measure` calls `advance`."""
+    """The number of times that `measure` calls `advance`."""
     timed = ((SIZES[kernels], DENSE_SIZES), (TRAINING_SIZES, DENSE_TRAINING_SIZES))
     return sum(len(sizes) + -(-len(dense) // TOGETHER) for sizes, dense in timed)
 
 
 def calls_of(tokens: int, training: bool) -> list[Call]:
-    """What is timed of so many tokens, by the engines that the policy chooses from there; dense first."""
+    """The calls to time at `tokens` tokens, for each engine that the policy may choose there; dense first."""
     tile = [(Engine.tile, firing) for firing in TILE]
     if training:
         found = tile
@@ -129,7 +129,7 @@ def calls_of(tokens: int, training: bool) -> list[Call]:
 
 
 def gpu_milliseconds(layer: Layer, calls: Sequence[Call]) -> list[float | None]:
-    """The median time of each call in alternation with the others, or None for all if one runs out of memory."""
+    """The median time of each call, alternating between calls, or None for all calls if one runs out of memory."""
 
     def runs(call: Call) -> Callable[[int], object]:
         return lambda _: layer.run(call)
@@ -138,7 +138,7 @@ def gpu_milliseconds(layer: Layer, calls: Sequence[Call]) -> list[float | None]:
     found: list[float | None] = []
     for ms in times.values():
         if isinstance(ms, torch.OutOfMemoryError):
-            ms.__traceback__ = None  # its frames hold what the call had allocated
+            ms.__traceback__ = None  # its frames keep the tensors of the failed call alive
             torch.cuda.empty_cache()
             return [None] * len(calls)
         if isinstance(ms, Exception):
@@ -158,10 +158,10 @@ def _fitted(times: list[Timed], training: bool) -> BySize:
 
 
 def fit(times: list[Timed], dense: float = np.inf) -> Cost:
-    """The Cost of one engine at one number of tokens: none of its parts below 0, least squares of relative errors.
+    """The Cost of one engine at one token count: non-negative least squares on the relative errors.
 
-    dense: seconds. The error of a call that takes r > 1 times as long counts 1 / r^2, for there it is dense that is
-    chosen, by whatever the engine takes longer.
+    dense: seconds of dense. If a call takes r > 1 times as long as dense, its error has weight 1 / r^2: dense is chosen
+    there anyway, so an exact cost does not matter.
     """
     engine = times[0].call.engine
     seconds = np.array([each.seconds for each in times])
@@ -171,7 +171,7 @@ def fit(times: list[Timed], dense: float = np.inf) -> Cost:
     weighted = parts * (weights / seconds)[:, None]
     scale = np.maximum(weighted.max(0), np.finfo(float).tiny)
     best, least = np.zeros(parts.shape[1]), np.inf
-    # With three parts at most, the best of all subsets is the solution that has no part below 0.
+    # With at most three parts, trying every subset is an exact way to solve non-negative least squares.
     for size in range(1, parts.shape[1] + 1):
         for subset in itertools.combinations(range(parts.shape[1]), size):
             found = np.linalg.lstsq((weighted / scale)[:, subset], weights, rcond=None)[0]

@@ -1,12 +1,13 @@
-"""The package's costs, for layers that nobody has measured on this GPU: h200_cuda.json, h200_triton.json.
+"""The package's default costs, for layers that were not measured on this GPU: h200_cuda.json, h200_triton.json.
 
-A file has, of each engine, entries by number of tokens, forward and with backward. An entry holds from its number of
-tokens on; what a later entry of the engine does not name stays as it was. The keys of an entry are those of `Formula`,
-and `sources`: the titles in docs/dev/LOG.md of the measurements behind it, or what it is if nobody has measured it. All
-is in seconds, for everything after the gate product, which the engines share.
+A file lists entries for each engine, for forward passes and for training (forward and backward). An entry applies to
+calls of at least its number of tokens ("from"), until the next entry; keys that the next entry omits keep their values.
+The keys of an entry are the fields of `Formula`, and `sources`: titles of the measurements in docs/dev/LOG.md, or the
+origin of a value that was not measured. All times are in seconds, and cover the work after the gate GEMM, which all
+engines share.
 
-On another GPU both sides of a comparison scale about alike. Where they do not, the fixed times weigh too much, so dense
-is chosen too often rather than too seldom.
+On another GPU, the costs of dense and sparse engines change by similar factors. Where the factors differ, fixed times
+have too much weight, so dense is chosen too often rather than too rarely.
 """
 
 import itertools
@@ -25,26 +26,26 @@ from sparsellm.policy.costs import MARGIN, Cost, Estimate, LayerCosts
 
 
 class Formula(NamedTuple):
-    """What calls of M tokens cost by one engine, for layers of any K and N: a sum of these."""
+    """Cost of a call of M tokens on one engine, for any K and N: the sum of these terms, in seconds."""
 
     call: float = 0.0
     token: float = 0.0  # times M
     activation: float = 0.0  # times M N
     nonzero: float = 0.0  # times the nonzeros
-    nonzero_by_width: float = 0.0  # times the nonzeros, at the K of the layer that was measured, in proportion to K
-    mean: float = 0.0  # times the nonzeros per token: a batch that is not ordered ends when its fullest tile does
-    products: int = 0  # with a matrix of the layer: 2 K operations for each activation; of tile, for each of the union
-    flops: float = math.inf  # operations per second in these products
-    table: dict[str, float] | None = None  # by tokens, at the N of the layer that was measured, in proportion to N
-    widths: list[int] | None = None  # K for which all this holds; None: any
-    # The nonzeros up to which the engine is chosen: per token; per token, of N; of the whole call, of N.
+    nonzero_by_width: float = 0.0  # times the nonzeros, at the measured layer's K; proportional to K
+    mean: float = 0.0  # times the nonzeros per token: without ordering, the fullest tile finishes last
+    products: int = 0  # number of GEMMs, each with 2 K operations per activation (tile: per neuron of the union)
+    flops: float = math.inf  # operations per second in these GEMMs
+    table: dict[str, float] | None = None  # key: tokens; at the measured layer's N, proportional to N
+    widths: list[int] | None = None  # the formula is valid for these K; None: any
+    # Maximum nonzeros for which the engine is chosen: per token; per token, divided by N; per call, divided by N.
     most_per_token: float | None = None
     most_share_per_token: float | None = None
     most_share: float | None = None
     margin: float = MARGIN
 
     def estimate(self, engine: Engine, tokens: int, width: int, neurons: int, layer: tuple[int, int]) -> Estimate:
-        """layer: (K, N) of the layer that was measured."""
+        """layer: (K, N) of the measured layer."""
         work, over_union = 2 * self.products * width, engine == Engine.tile
         fixed = self.call + self.token * tokens + self.activation * tokens * neurons
         fixed += 0 if over_union else work * tokens * neurons / self.flops
@@ -60,18 +61,18 @@ class Formula(NamedTuple):
 
 
 def _interpolated(table: dict[str, float], tokens: int) -> float:
-    """cuBLAS's tiles make steps that no formula has."""
+    """Linear interpolation in `table`, because the time of cuBLAS grows in steps that no formula models."""
     points = [(int(size), seconds) for size, seconds in table.items()]
     (low, before), (high, after) = next(pair for pair in itertools.pairwise(points) if tokens <= pair[1][0])
     return before + (after - before) * (tokens - low) / (high - low)
 
 
 class Data(NamedTuple):
-    """A file. gpu: in the name of the GPU that it was measured on; None: not measured as a whole."""
+    """A cost file. gpu: part of the name of the GPU it was measured on; None if no single GPU was measured in full."""
 
     gpu: str | None
     layer: tuple[int, int]  # K and N
-    forward: dict[Engine, dict[int, Formula]]  # by engine and number of tokens
+    forward: dict[Engine, dict[int, Formula]]  # keys: engine, smallest number of tokens
     training: dict[Engine, dict[int, Formula]]  # forward and backward
 
 
@@ -99,7 +100,7 @@ def _merged(entries: list[dict[str, Any]]) -> dict[int, Formula]:
 
 
 def is_shipped(kernels: str, width: int, neurons: int) -> bool:
-    """Whether the package's costs were measured on such a GPU and layer, and these kernels are loaded."""
+    """Whether the package's costs were measured on this GPU model and such a layer, and `kernels` are loaded."""
     of = data(kernels)
     if of.gpu is None or (width, neurons) != of.layer or backend.loaded() != kernels:
         return False
@@ -107,7 +108,7 @@ def is_shipped(kernels: str, width: int, neurons: int) -> bool:
 
 
 class Packaged(LayerCosts):
-    """The package's costs of a layer on `kernels`."""
+    """The package's default costs of a layer on `kernels`."""
 
     def estimates(self, tokens: int, training: bool) -> dict[Engine, Estimate]:
         of, found = data(self.kernels), {}

@@ -1,4 +1,4 @@
-"""What was measured and what the policy makes of it, as a table."""
+"""Table of measured times, predicted times and chosen engines."""
 
 from collections import defaultdict
 from typing import NamedTuple
@@ -8,27 +8,27 @@ from sparsellm.policy.costs import Costs, costs_at
 from sparsellm.policy.layer import Call
 from sparsellm.policy.measure import Timed
 
-NEAR = 0.05  # behind the fastest engine by so much at most is as good as it
+NEAR = 0.05  # an engine at most this much slower than the fastest counts as equally good
 
 
 class Choice(NamedTuple):
-    """Of a number of tokens that fire alike: what each engine takes, and what is chosen."""
+    """Measured and predicted times of one call on each engine, and the chosen engine."""
 
-    call: Call  # of the dense engine
+    call: Call  # with the dense engine
     nonzeros: float
-    union: float  # -1: the tile engine, which counts it, computes no call of so few tokens
+    union: float  # -1 for few tokens: only the tile engine counts it, and it was not timed
     seconds: dict[Engine, float]
     predicted: dict[Engine, float]
     chosen: Engine
 
     @property
     def behind(self) -> float:
-        """By how much the chosen engine takes longer than the fastest, of its time."""
+        """Slowdown of the chosen engine relative to the fastest one: 0.05 is 5% slower."""
         return self.seconds[self.chosen] / min(self.seconds.values()) - 1
 
 
 def choices(costs: Costs, times: list[Timed]) -> list[Choice]:
-    """What is chosen for every call that was timed, if it is known what fires."""
+    """The choice for every timed call whose nonzeros were counted."""
     dense, by_call = {}, defaultdict(list)
     for each in times:
         if each.call.engine == Engine.dense:
@@ -53,19 +53,20 @@ def summary(found: list[Choice]) -> str:
     near = sum(choice.behind <= NEAR for choice in found)
     worst = max(found, key=lambda choice: choice.behind)
     return (
-        f"chosen is the fastest engine, or one within {NEAR:.0%} of it, in {near} of {len(found)} cases; at most"
-        f" {worst.behind:.1%} behind ({worst.call.tokens:,} tokens, {worst.nonzeros / worst.call.tokens:.1f} nonzeros)"
+        f"chosen: the fastest engine, or one within {NEAR:.0%} of it, in {near} of {len(found)} cases; at most"
+        f" {worst.behind:.1%} behind ({worst.call.tokens:,} tokens,"
+        f" {worst.nonzeros / worst.call.tokens:.1f} nonzeros per token)"
     )
 
 
 def text(found: list[Choice]) -> str:
-    """A line for each case: microseconds of a call, and, in brackets, what the fit says."""
+    """One line per case: measured microseconds of a call, and in brackets the time predicted by the fit."""
     engines = tuple(Engine)
     lines = []
     for training in (False, True):
-        lines += ["", f"{'forward and backward' if training else 'forward'}: microseconds of a call (by the fit)"]
+        lines += ["", f"{'forward and backward' if training else 'forward'}: microseconds of a call (and by the fit)"]
         names = "".join(f"{engine.name:>20}" for engine in engines)
-        lines.append(f"{'tokens':>8}{'nonzeros':>10}{'union':>8}{names}  chosen   behind")
+        lines.append(f"{'tokens':>8}{'nnz/token':>10}{'union':>8}{names}  chosen   behind")
         for choice in found:
             if choice.call.training != training:
                 continue

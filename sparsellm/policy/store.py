@@ -1,12 +1,12 @@
-"""What was measured of this GPU, kept in the cache beside the kernels, and taken from there.
+"""Cache of measured costs on disk, in the same folder as the compiled kernels.
 
-    keep(...)          write what was measured of a layer, beside what is there of others
-    kept(layers)       what is there of these layers
-    tried(...)         how many tokens there was memory for when that was measured
-    measuring()        one process of a machine at a time
+    keep(...)          add the measured costs of a layer to the cache file
+    kept(layers)       read the cached costs of these layers
+    tried(...)         the maximum tokens that fit into memory when a layer was measured
+    measuring()        lock, so that only one process per machine measures at a time
     file()             ~/.cache/sparsellm/calibrations/GPU-KERNELS-VERSION.json
 
-A file is of one GPU model, one kind of kernels, their version and torch's, since each of these changes what calls cost.
+There is one file per GPU model, kind of kernels, kernel version and torch version, because all of these change costs.
 """
 
 import hashlib
@@ -30,29 +30,29 @@ from sparsellm.system.console import is_main_rank, warn
 from sparsellm.system.errors import SparsellmError
 from sparsellm.system.files import read_sealed, write_sealed
 
-PATIENCE = 300  # seconds for another process to measure in; Triton compiles its kernels first
+PATIENCE = 300  # seconds to wait for another process to measure, including compilation of Triton kernels
 
-warn_once = lru_cache(warn)  # a file is read more than once
+warn_once = lru_cache(warn)  # a file is read several times per process
 
 
 class DamagedCalibration(SparsellmError, RuntimeError):
-    """A file of calibrations cannot be read."""
+    """A calibration file cannot be read."""
 
 
 def file() -> Path:
-    """The file for this GPU and the kernels that are loaded."""
+    """The cache file for this GPU and the loaded kernels."""
     name = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
     return build.cache() / "calibrations" / f"{name}-{backend.loaded()}-{_version()}.json"
 
 
 def keep(costs: Costs, sizes: Tuning | None, tried: int | None = None) -> Path:
-    """Write the costs of a layer, and the Triton kernels' block sizes if they were looked for. Raises OSError.
+    """Write the costs of a layer, and the Triton kernels' block sizes if they were tuned. Raises OSError.
 
-    tried: up to how many tokens the free memory was thought to do, where that was not for all sizes.
+    tried: the maximum tokens expected to fit into free memory; None if all sizes were.
     """
     path = file()
     path.parent.mkdir(parents=True, exist_ok=True)
-    with regular.to_write(path.with_suffix(".lock"), "w") as lock:  # two layers may be measured at a time
+    with regular.to_write(path.with_suffix(".lock"), "w") as lock:  # two layers may be measured at the same time
         locks.take(lock)
         values: dict[str, Any] = (_read(path) if path.is_file() else None) or {"layers": {}, "block_sizes": None}
         values["layers"][_name(costs.width, costs.neurons)] = {**costs.as_json(), "tried": tried}
@@ -64,10 +64,10 @@ def keep(costs: Costs, sizes: Tuning | None, tried: int | None = None) -> Path:
 
 @contextmanager
 def measuring() -> Iterator[bool]:
-    """The right to measure for `file()`, which one process of a machine has at a time; the others wait.
+    """Lock on measuring for `file()`, which one process per machine holds at a time; the others wait.
 
-    Yields False, without the right, where another process has it for longer than PATIENCE. Where the cache cannot be
-    written there is nothing to wait for.
+    Yields True with the lock, and False if another process still holds it after PATIENCE seconds. If the cache cannot
+    be written, there is no lock, and it yields True.
     """
     path, deadline = file(), time.monotonic() + PATIENCE
     try:
@@ -86,8 +86,8 @@ def _say_waiting() -> None:
 
 
 def kept(layers: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Costs]:
-    """By (K, N), what was measured of these layers on this GPU model, where it was. A file that cannot be read is said,
-    and not taken. On the current device, the Triton kernels compute with the block sizes that are kept from now on."""
+    """The cached costs of these layers on this GPU model, by (K, N); layers without costs are left out. A file that
+    cannot be read is ignored with a warning. Also activates the cached Triton block sizes on the current device."""
     path = file()
     values = _read(path) if path.is_file() else None
     if values is None:
@@ -99,7 +99,7 @@ def kept(layers: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Costs]:
 
 
 def tried(width: int, neurons: int) -> int | None:
-    """Up to how many tokens there was memory when what is kept of such layers was measured; None: for all sizes."""
+    """The maximum tokens that fit into memory when the cached costs of such a layer were measured; None: all sizes."""
     path = file()
     values = (_read(path) if path.is_file() else None) or {"layers": {}}
     found: int | None = values["layers"].get(_name(width, neurons), {}).get("tried")
@@ -107,7 +107,7 @@ def tried(width: int, neurons: int) -> int | None:
 
 
 def block_sizes(values: list[Any]) -> Tuning:
-    """The block sizes that JSON has as nested lists."""
+    """Block sizes from the nested lists stored in JSON."""
     found: list[Any] = [Shape(*value) if isinstance(value, list) else value for value in values]
     return Tuning(*found)
 
@@ -117,7 +117,7 @@ def _name(width: int, neurons: int) -> str:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    remedy = "`sparsellm calibrate` measures anew; until then engines are chosen by the package's constants"
+    remedy = "`sparsellm calibrate` measures again; until then the package's constants choose the engines"
     try:
         values = read_sealed(path, DamagedCalibration, remedy)
         for costs in values["layers"].values():
@@ -126,13 +126,13 @@ def _read(path: Path) -> dict[str, Any] | None:
         warn_once(str(error))
         return None
     except (KeyError, TypeError, ValueError) as error:
-        warn_once(f"{path} is of another version ({error}): {remedy}")
+        warn_once(f"{path} was written by a different version ({error}): {remedy}")
         return None
     return values
 
 
 def _version() -> str:
-    """12 hexadecimal digits of all that changes what calls cost, but the GPU, and of how they are measured."""
+    """12 hexadecimal digits that identify the measuring method and all that changes costs, except the GPU."""
     digest = hashlib.sha256(f"{torch.__version__} {METHOD}".encode())
     if backend.loaded() == "triton":
         import triton

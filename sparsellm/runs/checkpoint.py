@@ -339,7 +339,7 @@ class Checkpoints:
             explain_failure()
             note = "" if item is None else f"; rank {self.ranks.rank} has {item}"
             raise RankGone(
-                f"{task}: a rank is gone ({exception}){note}. Run the same command again to resume from the newest"
+                f"{task}: a rank died ({exception}){note}. Run the same command again to resume from the newest"
                 " checkpoint"
             ) from exception
 

@@ -168,7 +168,7 @@ def room_mistakes(
     optimizer: OptimizerConfig,
     sparsity: SparsityConfig,
 ) -> list[str]:
-    """Whether the disk lacks space for the run's checkpoints: those kept, and a new one."""
+    """Mistakes if the disk lacks space for the run's checkpoints: those kept, and a new one."""
     folder = run.folder
     size = parameters(model) * ((1 + MOMENTS) * FLOAT32 + DTYPES[hf_dtype].itemsize)  # of state/ and of hf/
     steps = [] if run.restart else sorted(saved_steps(folder))

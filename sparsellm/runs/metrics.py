@@ -1,8 +1,8 @@
-"""Metrics of a step, from sums on the device to rows of metrics.jsonl.
+"""Metrics of training steps: summed on the device, reduced over ranks, and written as rows of metrics.jsonl.
 
-A row holds its own step's values over the global batch. The numbers are reduced and copied without blocking, and read
-while the next step is running, so that logging never stalls the device. A stop request of any rank travels with them:
-all ranks read the same sum at the same step.
+A row holds the values of one step over the global batch. The numbers are reduced and copied asynchronously, and read
+while the next step is running, so that logging never stalls the device. A rank's request to stop is reduced with them,
+so that all ranks see it at the same step.
 """
 
 import json
@@ -93,7 +93,7 @@ class StepSums:
 
 
 class StepClock:
-    """Measures a step from the request for its data; on a GPU with the device's clock, including idle gaps."""
+    """Times a step, starting when its data is requested. On a GPU it uses CUDA events, which include idle time."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
@@ -126,7 +126,7 @@ class StepClock:
 class StepReport:
     """The reduced numbers of one step, possibly still in flight; `read` waits for them."""
 
-    known: dict[str, Any]  # values that the host already knows, by their key in the row
+    known: dict[str, Any]  # values that are already on the host, by row key
     layers: int
     # float64 on the host: ce, stop, kl, grad_norm, skipped, skipped_in_row, then per layer l1, nnz, wide_segments,
     # rest_calls, dead, reinitialized
@@ -346,7 +346,7 @@ def _are_scores(value: Any) -> bool:
     )
 
 
-# Validates each key's value if it is not null. Keys may be missing, except those of ALWAYS.
+# Validators for the values of keys, applied unless the value is null. Keys may be missing, except those in ALWAYS.
 KINDS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(
         (
@@ -409,7 +409,7 @@ def history(
 
 
 def _parsed(line: bytes, needed: Sequence[str], layers: int | None) -> dict[str, Any]:
-    """A row. Raises ValueError with what is wrong in the line."""
+    """Parse a row. Raises ValueError that names the problem in the line."""
     if not line.strip():
         raise ValueError("it is blank")
     try:
@@ -452,7 +452,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     lines."""
     found = history(path)
     if found.problems:
-        warn(f"{found.report(path)}; these lines are left out")
+        warn(f"{found.report(path)}; these lines are skipped")
     return found.rows
 
 
@@ -464,7 +464,7 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path, last_step: int, saved: Saved | None = None, skip_damaged: bool = False) -> None:
-        """`saved`: what the checkpoint of `last_step` knows of the file; None without a checkpoint.
+        """`saved`: length and hash of the file in the checkpoint of `last_step`; None without a checkpoint.
 
         Raises MetricsError if rows up to `last_step` are damaged or missing. With `skip_damaged`, readable rows are
         kept, and the damaged file is renamed to metrics.jsonl.damaged, with a warning.
@@ -490,12 +490,12 @@ class MetricsFile:
             warn(f"{path}: removed {cut:,} rows that the resumed run will write again")
         write_whole(path, content)
         self._file = regular.to_write(path, "r+b", buffering=0)
-        self._bytes, self._digest = len(content), xxhash.xxh3_64(content)  # of the written content
+        self._bytes, self._digest = len(content), xxhash.xxh3_64(content)  # of the content written so far
         self.telling = telling(kept)
         self._waiting: list[bytes] = []  # rows that could not be written yet
 
     def write(self, row: dict[str, Any]) -> None:
-        """Raises OSError if the file cannot be written; the row is then written by `sync` or with the next row."""
+        """Raises OSError if the file cannot be written; `sync` or the next `write` then retries the row."""
         self._waiting.append(_line(row))
         self.telling = telling([*self.telling, row])
         self._flush()

@@ -1,4 +1,4 @@
-"""In which dtype a command computes a checkpoint, and which weights of a checkpoint hold every bit of training."""
+"""Decides the dtype in which a command runs a checkpoint, and loads a checkpoint's full-precision weights."""
 
 import warnings
 from contextlib import suppress
@@ -84,9 +84,9 @@ def load_float32(checkpoint: Checkpoint) -> tuple[ModelConfig, Activation, dict[
         if each.startswith(MODEL_PREFIX) and isinstance(entry, TensorStorageMetadata)
     }
     try:
-        with warnings.catch_warnings(action="ignore"):  # that a single process loads
+        with warnings.catch_warnings(action="ignore"):  # torch warns about loading in a single process
             dcp.load(weights, storage_reader=reader, no_dist=True)
-    except CheckpointException as error:  # a BaseException, made of any other: of an interrupt, too
+    except CheckpointException as error:  # a BaseException that wraps the errors of ranks, which may be interrupts
         for reason, _ in error.failures.values():
             if isinstance(reason, KeyboardInterrupt):
                 raise reason from None

@@ -224,7 +224,7 @@ class WandbRun:
         record = f"the Weights & Biases record in {self.folder / FOLDER} is missing rows"
         kept = f"{self.folder / METRICS} has them all"
         if isinstance(why, str) or (isinstance(why, OSError) and not isinstance(why, ConnectionError)):
-            free = "its folder is gone"
+            free = "its folder no longer exists"
             with suppress(OSError):
                 free = f"{spelled(shutil.disk_usage(self.folder).free)} free there"
             say(f"sparsellm: {record}: it cannot be written ({why}; {free}). {kept}. Free some space")

@@ -1,7 +1,7 @@
-"""The commands of a sweep's runs, each with a log, so that signals reach them and nothing outlives the sweep unseen.
+"""Starts the commands of a sweep's runs, passes signals on to them, and keeps one log per run.
 
-A command writes to its log itself. So a sweep that is killed takes no output away from the commands under it. The log
-is also the lock of its run: the command inherits it, and whoever starts the sweep again waits until it is gone.
+A command writes to its log directly, so its output continues if the sweep is killed. The log is also the run's lock:
+the command inherits it, and a sweep that is started again waits until the command ends.
 
 What takes time is a generator that yields while there is nothing to do but wait (Work), so one thread does several runs
 at once. It must be one thread: Linux sends a command the signal of its parent's end when the thread ends that started

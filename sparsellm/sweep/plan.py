@@ -1,7 +1,7 @@
 """Expands a sweep's command line into runs.
 
-A point is an ordinary run, named for what is swept. One that was trained before, by hand or by another sweep, keeps the
-name that it has there and is not trained again: names end with a hash of what defines the run.
+A point is an ordinary run, named after its swept values. If the same run was already trained, by hand or by another
+sweep, it keeps its name and is not trained again: names end with a hash of the settings that define the run.
 """
 
 import hashlib
@@ -61,7 +61,7 @@ class Point:
     overrides: list[str]
     config: Config
     experiment: str | None
-    by_hand: str  # the name that `python -m sparsellm.train` with the same overrides gives it
+    by_hand: str  # the name that `python -m sparsellm.train` gives it with these overrides
     baseline: bool = False
 
     @property
@@ -70,7 +70,7 @@ class Point:
 
     @property
     def outside_sparsity(self) -> dict[str, str]:
-        """The values shared with its baseline and with the run without L1."""
+        """The swept values outside `sparsity`, which it shares with its baseline and its run without L1."""
         return {key: value for key, value in self.values.items() if key.partition(".")[0] != "sparsity"}
 
     @property
@@ -79,7 +79,7 @@ class Point:
 
     @property
     def checkpoint(self) -> Path:
-        """The last checkpoint, which every finished run has."""
+        """The final checkpoint, which every finished run has."""
         return layout.checkpoint(self.folder, self.config.training.steps)
 
     def describe(self) -> str:
@@ -92,13 +92,13 @@ class Point:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Points in the order of the command line, the last list varying fastest, and baselines after them."""
+    """A sweep. Points are in command-line order, with the last list varying fastest, followed by the baselines."""
 
     name: str
-    keys: list[str]  # what the sweep varies
+    keys: list[str]  # swept keys and groups
     points: list[Point]
     processes: int  # per run, on one node
-    slots: list[dict[str, str]]  # for each run at once, what its commands have in their environment
+    slots: list[dict[str, str]]  # environment variables of each concurrent run
     options: SweepConfig
     evaluate: list[str]
 
@@ -111,25 +111,25 @@ class Sweep:
 
     @cached_property
     def limit(self) -> int | None:
-        """Rows per task that its evaluations score; None: all."""
+        """Rows per task that evaluations score; None: all."""
         return from_overrides(self.evaluate, EvaluateConfig).limit
 
     @cached_property
     def tasks(self) -> list[str]:
-        """The tasks that its evaluations score."""
+        """The tasks that evaluations score."""
         return from_overrides(self.evaluate, EvaluateConfig).tasks or list(TASKS)
 
     def dtype(self, point: Point) -> str:
-        """In which a point is evaluated."""
+        """The name of the dtype in which a point is evaluated."""
         typed = from_overrides(self.evaluate, EvaluateConfig).dtype
         return point.config.runtime.precision.name if typed == Dtype.auto else typed.name
 
     def evaluation(self, point: Point) -> list[str]:
-        """The overrides of the evaluation of a finished point."""
+        """The overrides that evaluate a finished point."""
         return [f"checkpoint={quoted(str(point.checkpoint))}", *self.evaluate]
 
     def is_evaluated(self, point: Point) -> bool:
-        """Whether its evaluation is complete."""
+        """Whether the point is trained and its evaluation is complete."""
         return point.is_finished() and is_complete(from_overrides(self.evaluation(point), EvaluateConfig))
 
     def benchmark(self, point: Point) -> Path:
@@ -138,7 +138,7 @@ class Sweep:
 
 
 def plan(arguments: list[str]) -> Sweep:
-    """The sweep of a command line. Raises ConfigError with every mistake in it and in its runs."""
+    """Parse the command line of a sweep. Raises ConfigError with every mistake in it and in its runs."""
     request = sweep_request(arguments)
     points, found = _points(request)
     if not points:
@@ -159,17 +159,17 @@ def plan(arguments: list[str]) -> Sweep:
 
 
 def gpus() -> list[str]:
-    """Those that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    """The GPUs that this process may use, as named in CUDA_VISIBLE_DEVICES."""
     count, visible = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible.split(",")[:count] if visible else list(map(str, range(count)))
 
 
 def _slots(parallel: int, processes: int, devices: list[str]) -> list[dict[str, str]]:
-    """The environment of each of the runs at once: `processes` of the GPUs `devices` for each, in turn."""
+    """The environment of each concurrent run, with `processes` GPUs of `devices` assigned round-robin."""
     if parallel <= 1:
         return [{}]
     if not devices:
-        return [{"OMP_WAIT_POLICY": "PASSIVE"}] * parallel  # or their threads, more than cores, would wait by spinning
+        return [{"OMP_WAIT_POLICY": "PASSIVE"}] * parallel  # idle threads would spin, and they outnumber the cores
     given = [[devices[(slot * processes + i) % len(devices)] for i in range(processes)] for slot in range(parallel)]
     return [{"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(each))} for each in given]
 
@@ -184,12 +184,12 @@ def _points(request: SweepRequest) -> tuple[list[Point], list[str]]:
     fixed = {"run.name": "a run's name follows from its configuration", "run.restart": "points resume existing runs"}
     found += [f"{key} in a sweep: {reason}; leave it out" for key, reason in fixed.items() if key in axes]
 
-    trained: dict[str, dict[str, str]] = {}  # by run.root: the name of each run there by its hash
+    trained: dict[str, dict[str, str]] = {}  # run.root -> hash -> name of the run there
 
     def named(composed: Composition[Config], keys: Iterable[str]) -> str:
-        """The name of a point, by what it has of `keys`; that of the same run where there is one."""
+        """The name of a point from its values of `keys`, or the name of the same run if it already exists."""
         config = composed.config
-        if "run.name" in axes:  # which is refused
+        if "run.name" in axes:  # refused above
             return str(config.run.name)
         marked = fingerprint(config)
         by_sweep = name_by(list(keys), flat(to_dict(config)), marked, composed.choices)
@@ -221,13 +221,13 @@ def _mistakes(sweep: Sweep, request: SweepRequest, devices: int) -> list[str]:
     if options.parallel < 1:
         found.append(f"sweep.parallel is {options.parallel}: it should be at least 1")
     elif options.parallel > 1 and (options.mode == SweepMode.slurm or options.point is not None):
-        found.append(f"sweep.parallel is {options.parallel}, and SLURM starts a sweep's tasks at once: leave it out")
+        found.append(f"sweep.parallel is {options.parallel}, and SLURM starts tasks in parallel: leave it out")
     elif (
         not options.share_gpus and options.parallel > 1 and 0 < devices < (needed := options.parallel * sweep.processes)
     ):
         found.append(
-            f"sweep.parallel={options.parallel} needs {needed} GPUs, and there are {devices}: give fewer runs at"
-            " once, or sweep.share_gpus=true lets them share the GPUs"
+            f"sweep.parallel={options.parallel} needs {needed} GPUs, but there are {devices}: run fewer at"
+            " once, or let them share GPUs with sweep.share_gpus=true"
         )
     if "RANK" in os.environ:
         found.append("a sweep starts torchrun itself for each of its runs: start the sweep without torchrun")
@@ -243,7 +243,7 @@ def _mistakes(sweep: Sweep, request: SweepRequest, devices: int) -> list[str]:
     for key in ("checkpoint", "output_dir"):
         if any(override.startswith(f"{key}=") for override in request.evaluate):
             found.append(f"evaluate.{key} in a sweep: every run has its own value; leave it out")
-    try:  # the table needs them even if nothing is evaluated
+    try:  # the table needs the tasks even without evaluation
         evaluation = from_overrides(request.evaluate, EvaluateConfig)
         wrong = evaluation_mistakes(evaluation) if options.evaluate else []
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""How far a sweep of several runs at once has come: one line, by the rows that its runs have written."""
+"""Progress line of a sweep with concurrent runs, from the metrics rows that the runs have written."""
 
 import json
 import os
@@ -14,18 +14,18 @@ from sparsellm.runs.metrics import METRICS
 from sparsellm.sweep.plan import Point
 from sparsellm.system.console import LINE_EVERY, say
 
-TAIL = 1 << 16  # bytes of metrics.jsonl that hold its last row
-SHOWN_EVERY = 1  # seconds, on a terminal
+TAIL = 1 << 16  # bytes at the end of metrics.jsonl that are enough to hold its last row
+SHOWN_EVERY = 1  # seconds between updates on a terminal
 
 
 class Progress:
-    """Runs done, the share of the training tokens of all `points`, and when the rest will be done at the pace so far.
+    """Shows the number of finished runs, the share of all `points`' training tokens that are done, and an ETA.
 
     On a terminal the line replaces itself; elsewhere a new one appears every few seconds, if something has changed.
     """
 
     def __init__(self, points: list[Point]) -> None:
-        self.points, self.ended = points, set[str]()  # names of runs that are done, well or not
+        self.points, self.ended = points, set[str]()  # names of runs that ended, successfully or not
         self.began, self.tokens_before = time.monotonic(), sum(map(trained, points))
         self.shown, self.line = float("-inf"), ""
         self.terminal = tqdm(total=0, bar_format="{desc}", leave=False) if sys.stderr.isatty() else None
@@ -45,7 +45,7 @@ class Progress:
         total = sum(point.config.training.steps * point.config.training.tokens_per_step for point in self.points)
         tokens = {point.name: trained(point) for point in self.points}
         done = sum(tokens.values())
-        # A run that failed has no rest.
+        # A run that failed has no tokens left to train.
         rest = sum(
             point.config.training.steps * point.config.training.tokens_per_step - tokens[point.name]
             for point in self.points
@@ -53,7 +53,7 @@ class Progress:
         )
         pace = (done - self.tokens_before) / (time.monotonic() - self.began)
         ends = f"ETA {timedelta(seconds=round(rest / pace))}" if pace > 0 else "no ETA yet"
-        count = f"{len(self.ended)}/{len(self.points)} runs done, {len(running)} at work"
+        count = f"{len(self.ended)}/{len(self.points)} runs done, {len(running)} running"
         return f"sweep  {count}, {done / total:.0%} of the training tokens, {ends}"
 
     def close(self) -> None:
@@ -62,16 +62,16 @@ class Progress:
 
 
 def trained(point: Point) -> int:
-    """Tokens up to the last whole row of the point's metrics.jsonl."""
+    """Tokens trained, up to the last complete row of the point's metrics.jsonl."""
     return last_step(point.folder / METRICS) * point.config.training.tokens_per_step
 
 
 def last_step(path: Path) -> int:
-    """0 where there is none."""
+    """The step of the last complete row; 0 if there is none."""
     with suppress(OSError), path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - TAIL))
-        for line in reversed(file.read().split(b"\n")[:-1]):  # what follows the last newline is being written
+        for line in reversed(file.read().split(b"\n")[:-1]):  # the text after the last newline is still being written
             with suppress(ValueError, KeyError, TypeError):
                 return int(json.loads(line)["step"])
     return 0

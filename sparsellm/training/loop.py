@@ -460,7 +460,7 @@ class Trainer:
     # Output.
 
     def _open_log(self) -> None:
-        """On the main rank: open the logs and print an overview. Raises MetricsError if rows are damaged."""
+        """Open the logs and print an overview, on the main rank. Raises MetricsError if rows are damaged."""
         config, parameters = self.config, sum(p.numel() for p in self.decoder.parameters())
         rows = Rows(
             config.model, config.training, config.sparsity, config.distill, config.data.mix_names,

@@ -215,7 +215,7 @@ class Gpu:
             if self._retries() == before:
                 peak = torch.cuda.max_memory_allocated(self.device)
         except torch.OutOfMemoryError:
-            pass  # memory is freed after this frame, which keeps the objects of `work` alive, is gone
+            pass  # this frame keeps the objects of `work` alive, so memory is freed only after it returns
         return peak
 
     def _retries(self) -> int:

@@ -85,7 +85,7 @@ class Plans:
         return ["torch" if plan is None else plan.engine.name for plan in self.plans]
 
     def begin(self) -> None:
-        """For a new run: use the costs of rank 0's GPU, which rank 0 measures now if they are unknown. Collective."""
+        """Start a new run with the costs of rank 0's GPU, which rank 0 measures if they are not cached. Collective."""
         self._choose_by(on_main(self.ranks, self._measured))
 
     def _measured(self) -> dict[str, Any] | None:
@@ -96,7 +96,7 @@ class Plans:
         return None if costs is None else costs.as_json()
 
     def _choose_by(self, costs: dict[str, Any] | None) -> None:
-        """costs: as JSON has them; None: the package's. Validation chooses by them, too."""
+        """Use `costs` (as JSON; None: the package's) to choose engines, also in validation."""
         measured = {} if costs is None else {self.layer: Costs.of_json(costs)}
         self.policy = Policy(measured=measured)
         for block in self.blocks:
@@ -107,7 +107,7 @@ class Plans:
         return None if measured is None else measured.as_json()
 
     def chosen_by(self) -> str | None:
-        """What engines are chosen by, for messages; None if the package's constants are of this GPU and layer."""
+        """Names the costs that choose engines, for messages; None if the package's own fit this GPU and layer."""
         measured = self.layer in self.policy.measured
         if self.resumed:
             return f"chosen by {'measured costs' if measured else 'the constants of an H200'}, as when the run started"
@@ -116,7 +116,7 @@ class Plans:
         return f"chosen by {self.policy.chosen_by(*self.layer)}"
 
     def resize(self, size: int) -> None:
-        """Decide for micro-batches of `size` sequences from now on."""
+        """Set the micro-batch size, in sequences, for which engines are chosen."""
         micro_batches = math.ceil(self.sequences / size)
         self.tokens = self.sequences * self.sequence_length // micro_batches  # tokens of the mean micro-batch
 
@@ -170,7 +170,7 @@ class Plans:
                 here = "the costs measured here" if self._costs() else "an H200's constants"
                 warn(
                     f"the run chose engines by costs of {backend.NAMES[costs['kernels']]}, which are not used here:"
-                    f" from now on it chooses by {here}"
+                    f" now it chooses by {here}"
                 )
         counts = state["counts"]
         if counts is not None:

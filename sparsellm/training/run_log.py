@@ -19,8 +19,8 @@ class RunLog:
         self._warned_of: str | None = None  # the last failure of a save
 
     def write(self, row: dict[str, Any], give_back: Callable[[], None]) -> None:
-        """On a full disk the row is kept in memory, after `give_back()`, which frees the space of a failing save. All
-        rows must be on disk before the next save (`unwritten`)."""
+        """Write a row. On a full disk, `give_back()` frees the space of a failed save; if that is not enough, the row
+        stays in memory. All rows must be on disk before the next save (`unwritten`)."""
         try:
             try:
                 self.metrics.write(row)

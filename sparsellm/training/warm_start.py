@@ -126,7 +126,7 @@ def require_one_tokenizer(models: dict[str, str], corpus: DataConfig, data: Data
 
 
 def tokenizer_mistakes(given: str | None, init_from: str | None, teacher: str | None) -> list[str]:
-    """Whether the tokenizer `given` differs from that of init_from or of the teacher, before tokens are prepared."""
+    """Mistakes if the tokenizer `given` differs from that of init_from or the teacher; for use before preparation."""
     found = []
     for key, name in (("init_from", init_from), ("distill.teacher", teacher)):
         if given is None or name is None or name == given:
@@ -217,8 +217,10 @@ def send(weights: dict[str, Tensor], model: Decoder, ranks: Ranks) -> None:
 
 @contextmanager
 def source(key: str, name: str) -> Iterator[Checkpoint]:
-    """Context with the model that `name`, the value of `key`, refers to. Raises ConfigError if there is none or reading
-    fails."""
+    """Locates the model `name` (the value of `key`), and goes offline if it is local or the hub does not answer.
+
+    Raises ConfigError if the model does not exist or cannot be read inside the context.
+    """
 
     def refusal(said: str) -> ConfigError:
         return ConfigError([said.replace("checkpoint=", f"{key}=", 1)])  # name the key in messages about `checkpoint`

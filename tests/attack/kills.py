@@ -29,9 +29,9 @@ TELLS_TIME = ("COMMITTED", ".metadata", "lock", "verified.json")  # or is a chec
 
 @dataclass(frozen=True)
 class Kill:
-    """Of process `name` before its call number `call`, or, with `size`, in the first write after it past `size` bytes.
+    """Kills process `name` before its call number `call` or, with `size`, in the next write that passes `size` bytes.
 
-    Without a call: so many seconds after the start, of "the first", of "one under it", or of "all".
+    Without a call, kills "the first" process, "one under it" or "all", some seconds after the start.
     """
 
     name: str

@@ -43,7 +43,7 @@ BROKEN = {  # what: (damage, what the refusal names)
     "no tensors": (tensors(lambda found: found.clear()), "layers, but the files have only 0 tensors"),
     "an unexpected tensor": (
         tensors(lambda found: found.update({"model.layers.7.x": torch.ones(2)})),
-        r"that belong to no layer in config\.json: model\.layers\.7\.x",
+        r"unexpected \(no such layer in config\.json\): model\.layers\.7\.x",
     ),
     "another shape": (tensors(lambda found: found.update({NORM: torch.ones(17)})), f"whose shape differs.*: {NORM}"),
     "integers": (tensors(lambda found: found.update({NORM: torch.ones(16).int()})), f"integer values: {NORM}"),

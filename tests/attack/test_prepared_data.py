@@ -173,8 +173,8 @@ def test_counts_that_are_not_those_of_the_files_are_refused_though_their_checksu
 
 
 def test_no_changed_source_is_accepted(prepared: Config, tmp_path: Path) -> None:
-    """Of three files one or two at random: other bytes at any place, also of the same size and time, a file more or
-    less, another text in the place of the old one. What was only touched, copied or written once more is accepted."""
+    """Changes one or two of three files at random: bytes anywhere, also with size and time unchanged; an additional or
+    missing file; a replaced text. Files that were only touched, copied or rewritten are accepted."""
     draw, failed, tried = random.Random(f"{SEED} sources"), [], 60
     names = [tmp_path / f"{name}.jsonl" for name in "abc"]
     rows = (tmp_path / "x.jsonl").read_text().splitlines(keepends=True)

@@ -99,7 +99,7 @@ def test_each_source_is_validated_and_the_mix_by_shares(mixed: Config, tmp_path:
 
 
 def test_a_source_with_few_held_out_blocks_keeps_its_share_of_the_validation(mixed: Config) -> None:
-    """Of 1,000 samples, b would need 300 and a 700, more than they have."""
+    """With 1,000 samples, b would need 300 and a 700, more than they have."""
     many = replace(mixed, logging=LoggingConfig(validation_samples=1_000))
     with process_group("cpu") as ranks:
         data = open_data(many, ranks)

@@ -65,7 +65,7 @@ def test_text_that_changed_since_it_was_prepared_is_refused_by_name(config: Conf
     for change, said in (
         (lambda: replaced(files[1]), f"{files[1]} has changed since"),
         (lambda: files[1].write_bytes(whole + whole), f"{files[1]} has changed since"),
-        (lambda: files[1].unlink(), f"{files[1]} is gone that was there when"),
+        (lambda: files[1].unlink(), f"{files[1]} was removed since"),
         (lambda: shutil.copy(files[0], later), f"{later} was not there when"),
     ):
         change()

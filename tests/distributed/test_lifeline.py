@@ -84,7 +84,7 @@ def test_rank_0_is_heard_of_too(ended):
     for connection in lines[0]._others.values():
         connection.shutdown(2)
     wait_for(ended, 2)
-    assert ended[1] == ended[2] == f"{lines[0].me} is gone: it was killed, or its machine does not answer"
+    assert ended[1] == ended[2] == f"{lines[0].me} died: it was killed, or its machine does not answer"
 
 
 def test_who_leaves_in_order_ends_nobody_and_is_ended_by_nobody(ended):
@@ -129,7 +129,7 @@ def test_the_connection_ends_with_its_process_though_a_child_goes_on(ended):
     wait_for(ended, 1)
     os.kill(child, 9)
     os.waitpid(parent, 0)
-    assert f"process {parent}) is gone" in ended[0]
+    assert f"process {parent}) died" in ended[0]
 
 
 def test_a_rank_that_says_nothing_is_named_and_then_given_up(ended, impatient):

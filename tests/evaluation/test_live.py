@@ -238,7 +238,7 @@ def test_scores_stand_under_evaluation_in_the_record(tmp_path):
 
 @pytest.mark.slow
 def test_two_ranks_share_the_rows(asked, rows, tmp_path):
-    """By the command line, of a model in shards; one rank gives the checkpoint the same scores."""
+    """Trains a sharded model by the command line; a single rank then gives the checkpoint the same scores."""
     done = torchrun(2, "-m", "sparsellm.train", *asked, "runtime.shard=full", folder=tmp_path)
     assert "accuracy  " in done.stdout
     found = evaluate_checkpoint(EvaluateConfig(str(tmp_path / "tiny"), tasks=NAMES, data_dir=str(rows), limit=5))

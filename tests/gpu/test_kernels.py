@@ -335,8 +335,8 @@ def test_rows_that_fire_every_neuron(m, gated):
 
 # Nonzeros of consecutive rows. Up to 64 rows, the row engine deals rows to clusters: one row per cluster, the pieces of
 # a row with very many nonzeros to several clusters, and several rows per cluster if there are more rows than clusters.
-# From 65 rows on, rows are divided into runs, one per cluster, and only rows with more than 128 nonzeros are cut; from
-# 512 rows on, those with more than 64.
+# With at least 65 rows, rows are divided into runs, one per cluster, and only rows with more than 128 nonzeros are cut;
+# with at least 512 rows, those with more than 64.
 RUNS = {
     "rows that end where runs do": [8, 16, 8, 24] * 20,
     "rows that end between": [7, 9, 1, 15] * 32,

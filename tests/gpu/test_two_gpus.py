@@ -122,7 +122,7 @@ def test_a_rank_killed_over_nccl_ends_the_other_at_once_and_the_run_goes_on(shar
             print((tmp_path / "said").read_text())
     text = (tmp_path / "said").read_text()
     print(f"the other rank ended after {seconds:.1f} s")
-    gone = f"rank 1 (host {socket.gethostname()}, process {victim.pid}) is gone: it was killed"
+    gone = f"rank 1 (host {socket.gethostname()}, process {victim.pid}) died: it was killed"
     assert f"sparsellm: rank 0 exits: {gone}" in text
     assert "killed: resuming after step" in text
     assert read(tmp_path / "runs/killed" / METRICS)[-1]["step"] == 400

@@ -51,7 +51,7 @@ def one_by_one(model, **settings):
 
 
 def generate_batch(model):
-    """By transformers' continuous batching, in a thread of its own."""
+    """Generates with transformers' continuous batching, which uses its own thread."""
     found = model.generate_batch(
         inputs=PROMPTS,
         generation_config=GenerationConfig(**GREEDY | {"eos_token_id": -1}),

@@ -1,4 +1,4 @@
-"""From how many tokens on the engines compute in another way: told once in C++ and once in Python, which agree."""
+"""The token counts at which the engines change their algorithm are defined in C++ and in Python, and agree."""
 
 import re
 from pathlib import Path

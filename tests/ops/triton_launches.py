@@ -170,7 +170,7 @@ def compiled(launch: Launch, backend: str, architecture: int | str) -> Resources
 
 
 def bytes_read(launch: Launch, assembly: str) -> Counter[str]:
-    """By argument name: how many bytes of the argument a thread loads in this first part of a kernel's PTX."""
+    """Argument name -> bytes of the argument that a thread loads in this first part of a kernel's PTX."""
     names = [name for name, value in launch.arguments.items() if is_passed(value)]
     of_register: dict[str, set[str]] = {}
     found: Counter[str] = Counter()

@@ -45,7 +45,7 @@ class InWaves(Machine):
 
 
 class InPieces(Machine):
-    """Of few tokens, the row engine deals rows to 16 clusters, cut into pieces of whole rounds of 64 nonzeros."""
+    """For few tokens, the row engine deals rows to 16 clusters, in pieces of whole rounds of 64 nonzeros."""
 
     def seconds(self, call: Call) -> float:
         if call.engine != Engine.row or call.tokens > borders.FEW_TOKENS:
@@ -62,7 +62,7 @@ def measured_on(machine: Machine, advance=lambda _: None, kernels="cuda"):
 
 
 def behind(machine: Machine, costs, call: Call) -> float:
-    """By how much the chosen engine takes longer than the fastest."""
+    """Slowdown of the chosen engine relative to the fastest."""
     engines = [Engine.dense] + [Engine.tile] * (call.training or call.tokens >= borders.MANY_TOKENS)
     engines += [] if call.training else [Engine.row]
     seconds = {engine: machine.seconds(call._replace(engine=engine)) for engine in engines}
@@ -209,8 +209,8 @@ def test_a_choice_that_is_behind_is_counted_as_such():
     seconds = {Engine.dense: 3e-5, Engine.row: 2e-5}
     good, bad = (report.Choice(call, 100.0, -1.0, seconds, seconds, engine) for engine in (Engine.row, Engine.dense))
     assert report.summary([good, bad]) == (
-        "chosen is the fastest engine, or one within 5% of it, in 1 of 2 cases; at most 50.0% behind (64 tokens, 1.6"
-        " nonzeros)"
+        "chosen: the fastest engine, or one within 5% of it, in 1 of 2 cases; at most 50.0% behind (64 tokens, 1.6"
+        " nonzeros per token)"
     )
 
 
@@ -253,7 +253,7 @@ def test_a_damaged_file_is_said_and_not_taken(machine, capsys, damage):
     assert store.kept([(K, N)]) == {}
     said = capsys.readouterr().err
     assert str(path) in said
-    assert "`sparsellm calibrate` measures anew" in said
+    assert "`sparsellm calibrate` measures again" in said
 
 
 def test_block_sizes_are_the_fastest_that_run():
@@ -308,6 +308,6 @@ def test_the_command_measures_keeps_and_shows(machine, monkeypatch, capsys):
     assert calibrate.main(["model=[1p5b,2048x5632]"], "sparsellm calibrate") == 0
     shown = capsys.readouterr().out
     assert shown.count("K 2,048, N 5,632: forward: microseconds of a call") == 1
-    assert "chosen is the fastest engine" in shown
+    assert "chosen: the fastest engine" in shown
     assert f"saved in {store.file()}" in shown
     assert store.kept([(K, N)])[K, N].choose_engine(16_384, 36 * 16_384, 950 * 128) == Engine.tile

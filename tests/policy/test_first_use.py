@@ -40,7 +40,7 @@ def test_a_layer_is_measured_once_and_kept(machine, capsys):
     timed = len(machine.asked)
     said = capsys.readouterr().err
     assert said.count("this GPU had not been measured for layers of 2048 x 11264: measured in ") == 1
-    assert f" s, kept in {store.file()}" in said
+    assert f" s, cached in {store.file()}" in said
     assert measured(LAYER) == found
     assert set(found) == {LAYER}
     assert len(machine.asked) == timed > 0
@@ -85,7 +85,7 @@ def test_where_the_cache_cannot_be_written_it_is_measured_all_the_same(machine, 
     (tmp_path / "file").touch()
     monkeypatch.setenv("SPARSELLM_CACHE_DIR", str(tmp_path / "file"))
     assert set(measured(LAYER)) == {LAYER}
-    assert capsys.readouterr().err.count("not kept, for the cache cannot be written") == 1
+    assert capsys.readouterr().err.count("not cached, because the cache cannot be written") == 1
 
 
 def test_without_memory_it_says_so_once_and_raises_nothing(machine, monkeypatch, capsys):
@@ -93,9 +93,7 @@ def test_without_memory_it_says_so_once_and_raises_nothing(machine, monkeypatch,
     assert measured(LAYER) == measured(LAYER) == {}
     assert machine.asked == []
     said = capsys.readouterr().err
-    assert (
-        said.count("layers of 2048 x 11264 are not measured, so an H200's constants choose their engines: cpu has") == 1
-    )
+    assert said.count("layers of 2048 x 11264 were not measured, so an H200's constants choose their engines: cpu") == 1
     assert said.endswith("`sparsellm calibrate model=2048x11264` measures this GPU\n")
 
     def fails(*_):
@@ -118,7 +116,7 @@ def test_with_less_memory_fewer_tokens_are_timed(machine, monkeypatch, capsys):
     found = measured(LAYER)
     assert max(call.tokens for call in machine.asked) == max(found[LAYER].forward) == 4096
     said = capsys.readouterr().err
-    assert "s, up to 4,096 tokens, as far as its free memory goes (`sparsellm calibrate model=2048x11264`" in said
+    assert "s, up to 4,096 tokens, the most that fit into free memory (`sparsellm calibrate model=2048x11264`" in said
 
 
 def test_what_was_measured_with_little_memory_is_measured_again_once_there_is_more(machine, monkeypatch, capsys):
@@ -133,7 +131,7 @@ def test_what_was_measured_with_little_memory_is_measured_again_once_there_is_mo
     capsys.readouterr()
     assert reached(9000) == (8192, True)
     said = capsys.readouterr().err
-    assert "this GPU had been measured up to 4,096 tokens only for layers of 2048 x 11264: measured in " in said
+    assert "this GPU had been measured only up to 4,096 tokens for layers of 2048 x 11264: measured in " in said
     assert reached(9000) == (8192, False)
     machine.memory = 5000  # as if another process had taken the rest: what is there stays, and it is asked once
     assert reached(20_000) == (8192, True)

@@ -48,7 +48,7 @@ def test_few_tokens_take_the_row_engine_unless_too_many_neurons_fire(tokens, sha
     assert choose(tokens, 1.01 * share * N, N) == Engine.dense
 
 
-# Of layer 1 and layer 4, microseconds behind the gate: dense, row (LOG.md, "65 to 1,535 tokens").
+# Tokens -> microseconds after the gate GEMM, (dense, row) of layer 1 and of layer 4 (LOG.md, "65 to 1,535 tokens").
 BETWEEN = {
     65: ((20.9, 17.4), (23.2, 21.7)), 128: ((23.5, 21.6), (24.8, 28.7)), 192: ((25.1, 23.1), (25.7, 33.8)),
     384: ((36.6, 32.5), (37.2, 50.2)), 512: ((43.0, 38.8), (43.7, 61.0)), 768: ((59.9, 52.1), (60.5, 82.8)),

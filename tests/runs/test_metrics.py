@@ -72,7 +72,7 @@ def test_a_damaged_row_is_named_by_its_line_and_left_out_only_on_request(tmp_pat
     assert path.read_bytes() == whole
 
     assert [row["step"] for row in read(path)] == [1, 5, 10, 20]
-    assert f"{path} is damaged: {words}; these lines are left out" in capsys.readouterr().err
+    assert f"{path} is damaged: {words}; these lines are skipped" in capsys.readouterr().err
 
     MetricsFile(path, 10, saved_with(1, 5, 10), skip_damaged=True).close()
     assert [row["step"] for row in read(path)] == [1, 5, 10]

@@ -64,7 +64,7 @@ def test_runs_at_once_have_gpus_of_their_own_or_share_them(monkeypatch):
     assert slots(2, "sweep.parallel=2", visible="5,7") == (1, ["5", "7"])
     assert slots(2, "sweep.parallel=4", "sweep.share_gpus=true") == (1, ["0", "1", "0", "1"])
     assert slots(0, "sweep.parallel=3") == (1, [None] * 3)
-    with pytest.raises(ConfigError, match=r"sweep\.parallel=4 needs 4 GPUs, and there are 2"):
+    with pytest.raises(ConfigError, match=r"sweep\.parallel=4 needs 4 GPUs, but there are 2"):
         slots(2, "sweep.parallel=4")
 
 
@@ -168,7 +168,7 @@ def test_the_slurm_script_hands_each_task_one_point(tmp_path):
         (["sweep.nproc_per_node=0"], "sweep.nproc_per_node is 0"),
         (["sweep.mode=slurm"], "needs sweep.nproc_per_node"),
         (["sweep.parallel=0"], "sweep.parallel is 0: it should be at least 1"),
-        (["sweep.parallel=2", "sweep.point=0"], "sweep.parallel is 2, and SLURM starts a sweep's tasks at once"),
+        (["sweep.parallel=2", "sweep.point=0"], "sweep.parallel is 2, and SLURM starts tasks in parallel"),
         (["sweep.nproc_per_node=3"], "training.batch_size 8 is not divisible by the number of ranks, 3"),
         (["evaluate.limits=3"], "evaluate: limits is not a key: did you mean limit?"),
         (["evaluate.limits=3", "sweep.evaluate=false"], "evaluate: limits is not a key: did you mean limit?"),

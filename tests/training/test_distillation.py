@@ -36,7 +36,7 @@ def overrides(teacher, *more):
 
 
 def whole_kl(student, teacher):
-    """Of logits [M, V], summed over M, as torch has it."""
+    """torch's KL divergence of logits [M, V], summed over M."""
     ours, theirs = (F.log_softmax(logits / TEMPERATURE, -1) for logits in (student, teacher))
     return F.kl_div(ours, theirs, reduction="sum", log_target=True)
 

@@ -29,7 +29,7 @@ def trained(root: Path, *overrides: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 def test_a_run_made_longer_ends_as_one_that_was_to_be_that_long(tmp_path, capsys):
-    """From step 9 of 12, though checkpoint 8 is the last by run.checkpoint_every, and 12 the last."""
+    """It resumes from step 9 of 12, although run.checkpoint_every saves step 8, and step 12 is the last checkpoint."""
     short = trained(tmp_path / "a", *WSD)
     longer = trained(tmp_path / "a", *WSD, "training.steps=20")
     whole = trained(tmp_path / "b", *WSD, "training.steps=20")
@@ -46,7 +46,7 @@ def test_a_run_made_longer_ends_as_one_that_was_to_be_that_long(tmp_path, capsys
 
 @pytest.mark.slow
 def test_it_goes_on_from_before_the_tokens_in_which_no_row_is_drawn_where_these_begin_before_the_decay(tmp_path):
-    """Of 12 steps no row is drawn in the last 5, and the rate decays in the last 3."""
+    """There are 12 steps: no row is drawn in the last 5, and the learning rate decays in the last 3."""
     drawing = ["sparsity.reinit_dead_after_tokens=640", "sparsity.reinit_every=1", "run.checkpoint_every=100"]
     dying = ["sparsity.l1_coefficient=10", "optimizer.learning_rate=3e-2", "model.init_std=0.02"]
     trained(tmp_path / "a", *WSD, *drawing, *dying)

@@ -17,7 +17,7 @@ TRACED = ["runtime.profile_steps=[5,6]", "run.checkpoint_every=2"]
 
 
 def steps(trace: Path) -> list[int]:
-    """Of the trace, each with a forward pass within its time."""
+    """The steps in the trace; checks that each contains a forward pass."""
     events = [e for e in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"] if e.get("ph") == "X"]
     products = [e["ts"] for e in events if e["name"] == "aten::mm"]
     named = {e["name"]: e for e in events if e["name"].startswith("step ")}

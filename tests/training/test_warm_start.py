@@ -85,7 +85,7 @@ def test_a_run_takes_architecture_tokenizer_and_weights_and_a_resume_needs_none_
     assert tokenizer.digest(tokenizer.load(str(hf))) == tokenizer.digest(tokenizer.load("source"))
     assert "starting from the weights of ./source" in capsys.readouterr().err
 
-    # Of the name that it gets by itself; its last checkpoint is lost, and so is the source.
+    # The same with the run's default name, after its last checkpoint and the source were lost.
     assert run(train, "init_from=./source") == 0
     (named,) = (path for path in (tmp_path / "runs").iterdir() if path != still)
     ended = tensors(named / "checkpoints/step_00000004/hf")

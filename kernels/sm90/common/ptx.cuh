@@ -298,8 +298,8 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t address, uint32_t r0, uint3
                : "memory");
 }
 
-// Of each of four matrices, lane l gets columns 2 (l % 4) and 2 (l % 4) + 1 of row l / 4; if transposed, rows 2 (l % 4)
-// and 2 (l % 4) + 1 of column l / 4.
+// Loads four 8x8 matrices. From each, lane l gets columns 2 (l % 4) and 2 (l % 4) + 1 of row l / 4; if transposed, rows
+// 2 (l % 4) and 2 (l % 4) + 1 of column l / 4.
 template <bool kTransposed>
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {
   if constexpr (kTransposed) {

@@ -139,9 +139,9 @@ struct FewestCta {
     __syncwarp();
   }
 
-  // Of 64 bytes of k, lane l has 16, chunk l % 4, of row l / 4 of eight, for tokens and for neurons. As operands of
-  // mma.sync, these are not the columns of k that the instruction defines, but they are equal for both operands, so the
-  // sum is over the same products. A warp has two neighbouring pieces of a round.
+  // A piece has 64 bytes of k of each row. Lane l loads 16 of them, chunk l % 4 of row l / 4 of eight, both for tokens
+  // and for neurons. These are not the columns of k that mma.sync assigns to the lane, but they are the same for both
+  // operands, so the sum is over the same products. A warp has two neighbouring pieces of a round.
   __device__ __forceinline__ uint32_t column_of(int round, int half) const {
     return round * kRound + warp * 64 + half * 32 + lane % 4 * 8;
   }

@@ -455,8 +455,8 @@ struct ClusterCta {
       load_down(down, list, at);
     }
     prefetch(list, at + kRound, kGated);
-    // For one token, the next kernel may start now. In a decoder it is a product, whose weights then queue behind these
-    // loads.
+    // For one token, let the next kernel start now. In a decoder that is a matrix-vector product, and its weight loads
+    // then queue behind the loads above.
     if (kDealt && a.m == 1) ptx::griddepcontrol_launch_dependents();
     // This comes after the loads, because the other warps need not wait to know what comes next.
     if (warp == kListing && (!ends || unit_after(unit) < units)) {

@@ -1,13 +1,13 @@
 """Decoding kernels for one token per sequence, except the feedforward operator: attention fused with everything before
-it, and, for a single sequence, every product of a layer fused with the operations around it.
+it, and, for a single sequence, every matmul of a layer fused with the operations around it.
 
 Kernels for one token take about as long as their launch. So there are few of them, and each starts before the previous
-one ends: products prefetch their weights, which are constant during generation, and attention prefetches cache entries
+one ends: matmuls prefetch their weights, which are constant during generation, and attention prefetches cache entries
 of earlier steps; only then do they wait for their input.
 
 Letters: B sequences, S positions of the cache, H heads of width D, H_kv key/value heads, each shared by H / H_kv query
 heads, K columns and N rows of a matrix. Numerics: norms, rotation, scores and sums are float32; normalised inputs,
-rotated heads, attention weights and the results of products are rounded to the dtype of the weights.
+rotated heads, attention weights and the results of matmuls are rounded to the dtype of the weights.
 """
 
 import math

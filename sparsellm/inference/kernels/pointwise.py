@@ -1,4 +1,4 @@
-"""Pointwise kernels between the products of a layer in inference: a sum fused with the following norm, and the
+"""Pointwise kernels between the matmuls of a layer in inference: a sum fused with the following norm, and the
 activated gate times up; and how a kernel starts before the previous one ends (programmatic dependent launch).
 
 Letters: R tokens of a call, K model width, N neurons. Numerics: sums, norms and activations are float32; normalised

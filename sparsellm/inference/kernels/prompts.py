@@ -2,7 +2,7 @@
 
 Letters: R packed tokens of all B sequences, T length of the longest sequence, S cache positions, H heads of width D,
 H_kv key/value heads. Numerics: norms and rotation are float32; rotated heads are rounded once, to the dtype of the
-products.
+matmuls.
 """
 
 import triton

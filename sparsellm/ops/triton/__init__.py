@@ -2,8 +2,8 @@
 
     plan.py        which neurons fire: bits, tiles' unions
     clusters.py    an order of the tokens in which the tokens of a tile fire the same neurons
-    products.py    the sparse engines' products
-    dense.py       the dense engine's elementwise kernels between torch's products
+    products.py    the sparse engines' matmuls
+    dense.py       the dense engine's elementwise kernels between torch's matmuls
     engines.py     the driver: memory, and the order in which the kernels run (for the CUDA kernels: sparsellm.ops.cuda)
     nonzeros.py    kernels on single nonzeros between the products
     transpose.py   W_d by neuron, and back

@@ -19,7 +19,7 @@ one cluster and one rank in it, so the order is always a permutation.
 
 Arrays by chunk: masks int32 [chunks, CLUSTERS, WORDS] has bit 2 i of word w of a profile's pairs, where WORDS is the
 number of words of a token's bits, rounded up. `table` int8 [chunks, CLUSTERS, 16, WORDS] has the same bits as zeros and
-ones, i before w, so that words of a token, shifted by 2 i, are the left side of a product. prices and sizes: int32
+ones, i before w, so that words of a token, shifted by 2 i, are the left operand of a matmul. prices and sizes: int32
 [chunks, CLUSTERS]. clusters int32 [chunks, size]: the clusters of the tokens that are processed, in their order. counts
 int32 [chunks, blocks, CLUSTERS]: how many of each block of TOKENS such tokens went to each cluster.
 """
@@ -35,7 +35,7 @@ from sparsellm.ops.twell import tiles
 CHUNK = 8192  # tokens that are ordered together, at most
 SAMPLES = 4096  # tokens of a chunk from which profiles are made
 CLUSTERS, MEMBERS, SHARE = 128, 64, 16
-# `assign`: TOKENS per program, and BLOCK words of each in one step of their product with the profiles. With two chunks
+# `assign`: TOKENS per program, and BLOCK words of each in one step of their matmul with the profiles. With two chunks
 # of 8,192 tokens, each of these has 128 programs.
 OF_SAMPLES = {"TOKENS": 64, "BLOCK": 32, "num_warps": 4, "num_stages": 4}
 OF_ALL = {"TOKENS": 128, "BLOCK": 64, "num_warps": 8, "num_stages": 3}

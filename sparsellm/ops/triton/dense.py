@@ -1,4 +1,4 @@
-"""The dense engine's elementwise kernels between torch's products, each one pass over the matrices."""
+"""The dense engine's elementwise kernels between torch's matmuls, each one pass over the matrices."""
 
 import triton
 import triton.language as tl

@@ -36,7 +36,7 @@ from sparsellm.ops.twell import tiles
 ARRAY_ALIGNMENT = 256  # bytes; alignment of the arrays of a saved buffer
 ROWS = 1  # tokens per program of `keep` and `gradient`; divides the tokens of a tile
 REGROUP = {"ROWS": 16, "WORDS": 8, "num_warps": 1}
-REGROUP_PROGRAMS = 16  # per program of a product, which needs more registers and shared memory
+REGROUP_PROGRAMS = 16  # per program of a matmul, which needs more registers and shared memory
 MARK = {"ROWS": 8, "WORDS": 32}
 PLAN = {"ROWS": 16, "WORDS": 128}
 TURN = {"GROUPS": 4, "WORDS": 4}
@@ -53,7 +53,7 @@ def orders(m: int, saving: bool) -> bool:
 
 
 class Unions(NamedTuple):
-    """The unions of tiles of rows that `plan` finds, as the products need them."""
+    """The unions of tiles of rows that `plan` finds, in the form that the matmuls need."""
 
     tile: int  # rows per tile
     block: int  # slots per item
@@ -283,7 +283,7 @@ def _gathered(
     unions: Unions, shape: Shape, a: Tensor, b: Tensor, out: Tensor, rows: int,
     more: tuple[Tensor, Tensor] | None = None, more_out: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """out = a b (and more_out, if `a` has two matrices stacked), plus the product of `more` (a, b), if given."""
+    """out = a b (and more_out, if `a` has two matrices stacked), plus the matmul of `more` (a, b), if given."""
     k = b.shape[1]
     products.gathered[len(unions.sizes) * tiles(k, shape.columns),](
         a, b, *(more or (a, b)), unions.slots, unions.sizes, unions.longest, _order(unions), out,
@@ -345,8 +345,8 @@ def _found(saved: Tensor, x: Tensor, n: int, gated: bool) -> Kept:
     capacity, left = divmod(saved.numel() - fixed, x.dtype.itemsize * (2 if gated else 1))
     if capacity < 0 or left or capacity % ARRAY_ALIGNMENT:
         raise ValueError(
-            f"saved has {saved.numel():,} bytes: it should have {fixed:,} plus those of its nonzeros, for"
-            f" {len(x):,} tokens of {n:,} neurons"
+            f"saved has {saved.numel():,} bytes: it should have {fixed:,} bytes plus {x.dtype.itemsize} per nonzero"
+            f" (twice that if gated), for {len(x):,} tokens and {n:,} neurons"
         )
     return _arrays(saved, x, n, gated, capacity, TOKENS, ordered)
 

@@ -1,4 +1,4 @@
-"""Kernels on single nonzeros between the products: h, the g and u that are saved for backward, dz and du, and the same
+"""Kernels on single nonzeros between the matmuls: h, the g and u that are saved for backward, dz and du, and the same
 nonzeros again by neuron. sparsellm.ops.triton.plan defines tiles and slots, sparsellm.ops.triton.products tile
 matrices.
 

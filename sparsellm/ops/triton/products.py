@@ -1,9 +1,9 @@
-"""The tile engine's products, with pointer loads and tl.dot: the best introduction to kernels/sm90/tile.
+"""The tile engine's matmuls, with pointer loads and tl.dot: the best introduction to kernels/sm90/tile.
 
 Letters: M tokens, K model width, N neurons. A tile is TILE tokens (or neurons); sparsellm.ops.triton.plan defines its
 union, slots, places and items. A *tile matrix* has a row of `pitch` values for each row of each tile. The first values,
 in whole blocks, are used: column s belongs to the tile's slot s, and is zero if the row does not fire the slot's
-column. So a product with gathered rows is a dense product within the tile:
+column. So a matmul with gathered rows is a dense matmul within the tile:
 
     sampled     a tile's tokens times the weight rows of its union, used where a neuron fires: u = x W_u^T, dh = dy W_d
     gathered    a tile matrix times the rows that its slots name: y, dx, dW

@@ -1,6 +1,6 @@
-"""The block sizes of the Triton kernels by GPU.
+"""Block sizes of the Triton kernels for each GPU.
 
-None of it changes a result but in its rounding, so a calibration may replace any of it (sparsellm.policy).
+They affect results only through rounding, so a calibration may replace any of them (sparsellm.policy.block_sizes).
 """
 
 from functools import lru_cache
@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-TOKENS = 128  # of a tile of the tile engine; the union that is counted is of so many, so it is not to be tuned
-FEW = 16  # tokens of a tile of the row engine: as few as tl.dot multiplies
-PITCH_MULTIPLE = 128  # a row of a tile matrix has a multiple of so many values, and so of every block and depth below
-FEWEST_SLOTS = 32  # of a block: what arrays with an entry for each block have room for
+TOKENS = 128  # per tile of the tile engine; unions are counted per tile, so this is not tunable
+FEW = 16  # tokens per tile of the row engine: the minimum of tl.dot
+PITCH_MULTIPLE = 128  # row length of tile matrices is a multiple of this, and so of every block size below
+FEWEST_SLOTS = 32  # smallest block of slots; arrays with one entry per block are sized for it
 
 
 class Shape(NamedTuple):
-    """How one kernel multiplies. columns: of the result, in one program. depth: of the sum, in one step."""
+    """Block sizes of one kernel. columns: result columns per program. depth: length of the sum (K) per step."""
 
     columns: int
     depth: int
@@ -24,22 +24,22 @@ class Shape(NamedTuple):
 
 
 class Tuning(NamedTuple):
-    """columns of `sampled` and `few_sampled` are slots, and divide PITCH_MULTIPLE; so do all depths of gathered
-    products, which may not exceed the slots of the product before. A gathered product loads a row's number before the
-    row: with 3 or 4 stages it loads one step ahead, with 5 or 6 two.
+    """Columns of `sampled` and `few_sampled` are slots and divide PITCH_MULTIPLE. Depths of gathered GEMMs also divide
+    it, and may not exceed the slots of the preceding sampled GEMM. A gathered GEMM loads a row's index before the row:
+    it loads one step ahead with 3 or 4 stages, and two steps ahead with 5 or 6.
     """
 
-    sampled: Shape  # u and dh: tiles of 128 tokens, times a block of slots
-    gathered: Shape  # y and dx: tiles of 128 tokens, times columns of K
-    neurons: int  # of a tile of the weights' gradients
-    weights: Shape  # dW_g with dW_u: two times `neurons` rows, times columns of K
-    down_weights: Shape  # dW_d: `neurons` rows, times columns of K
-    few_sampled: Shape  # as `sampled` and `gathered`, of the row engine
+    sampled: Shape  # u and dh: output tile of 128 tokens by a block of slots
+    gathered: Shape  # y and dx: output tile of 128 tokens by columns of K
+    neurons: int  # per tile of the weight gradients
+    weights: Shape  # dW_g and dW_u: output tiles of 2 * `neurons` rows by columns of K
+    down_weights: Shape  # dW_d: output tile of `neurons` rows by columns of K
+    few_sampled: Shape  # like `sampled` and `gathered`, for the row engine
     few_gathered: Shape
-    resident: int  # programs of a kernel whose programs take items in turn, for each multiprocessor
+    resident: int  # programs per multiprocessor in persistent kernels
 
 
-# Within 64 KB of shared memory: every GPU has it.
+# Fits into 64 KB of shared memory, which every supported GPU has.
 SMALL = Tuning(
     sampled=Shape(128, 32, 8, 4),
     gathered=Shape(128, 32, 8, 5),
@@ -50,7 +50,7 @@ SMALL = Tuning(
     few_gathered=Shape(64, 32, 4, 4),
     resident=2,
 )
-# From LARGE_BYTES of shared memory on: Hopper, data centre Blackwell. (On an A100 these would spill registers.)
+# For GPUs with at least LARGE_BYTES of shared memory: Hopper, data centre Blackwell. (These spill on an A100.)
 LARGE = SMALL._replace(
     sampled=Shape(128, 64, 8, 3),
     gathered=Shape(256, 64, 8, 5),
@@ -61,17 +61,17 @@ LARGE_BYTES = 200 << 10
 
 
 def shared_bytes(properties: Any) -> int:
-    """Bytes of shared memory that a block of a CUDA device may have."""
+    """Maximum bytes of shared memory per thread block on a CUDA device."""
     return properties.shared_memory_per_block_optin
 
 
-# What was measured on a device. The process keeps it, because a registered operator runs the kernels, and gets tensors
-# and a plan: a device's block sizes must be found when it runs, and in backward by another thread.
+# Tuned block sizes. They are global to the process, because the kernels run inside registered operators, which receive
+# only tensors and a plan: the operator must find the device's block sizes itself, in backward from another thread.
 _by_device: dict[torch.device, Tuning] = {}
 
 
 def use(tuning: Tuning | None, device: torch.device) -> None:
-    """Compute on `device` with these block sizes from now on; None: with those that the package has for it."""
+    """Set the block sizes used on `device`. None restores the package's defaults."""
     if tuning is None:
         _by_device.pop(device, None)
     else:
@@ -79,8 +79,8 @@ def use(tuning: Tuning | None, device: torch.device) -> None:
 
 
 def of(device: torch.device) -> tuple[Tuning, int]:
-    """(the block sizes for a device; how many programs take items in turn). A CPU, on which only Triton's interpreter
-    runs, has three programs."""
+    """(block sizes for a device, number of programs of persistent kernels). On a CPU, where only Triton's interpreter
+    runs, the number is three."""
     if device.type == "cpu":
         return SMALL, 3
     packaged, processors = _packaged(device)
