@@ -58,7 +58,7 @@ class Device(Enum):
 
 
 class Precision(Enum):
-    """Dtype of matrix products and activations; weights, gradients and optimizer state are always float32."""
+    """Dtype of matmuls and activations; weights, gradients and optimizer state are always float32."""
 
     bfloat16 = "bfloat16"
     float32 = "float32"
@@ -275,7 +275,7 @@ class RuntimeConfig:
 
     device: Device = key(Device.auto, "Device. auto: a GPU if there is one.")
     precision: Precision = key(
-        Precision.bfloat16, "Dtype of matrix products; weights, gradients and optimizer state are float32."
+        Precision.bfloat16, "Dtype of matmuls; weights, gradients and optimizer state are float32."
     )
     compile: bool = key(True, "Compile the layers with torch.compile.")
     kernels: Kernels = key(

@@ -6,7 +6,7 @@
     driver()        the module whose forward and backward run the kernels; None while none are loaded
     check(kernels)  raises KernelsUnavailable where load(kernels) would, as far as that shows beforehand
 
-One process computes on one kind of kernels: what is saved for backward is of that kind.
+One process uses one kind of kernels, because the tensors saved for backward differ between kinds.
 """
 
 from types import ModuleType

@@ -11,7 +11,7 @@ and all its values at their own columns in `wide`. Everything else is undefined.
 the sign is set: NaN counts, -0.0 does not.
 
 A token's words are stored eight at a time: words 0 to 7 of all its segments, then words 8 to 15 of all, and so on. Few
-segments have more than seven nonzeros, so what is read of a token is mostly contiguous.
+segments have more than seven nonzeros, so the memory read for a token is mostly contiguous.
 """
 
 from typing import NamedTuple

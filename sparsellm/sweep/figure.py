@@ -191,7 +191,7 @@ def _coefficient_axis(axes: Axes, at: dict[float, float]) -> None:
 
 
 def _short(coefficient: float) -> str:
-    """1.5e-5, 0.01, 0."""
+    """The coefficient as text: "1.5e-5", "0.01" or "0"."""
     if coefficient == 0 or coefficient >= 0.01:
         return f"{coefficient:g}"
     mantissa, exponent = f"{coefficient:e}".split("e")

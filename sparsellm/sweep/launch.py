@@ -3,9 +3,8 @@
 A command writes to its log directly, so its output continues if the sweep is killed. The log is also the run's lock:
 the command inherits it, and a sweep that is started again waits until the command ends.
 
-What takes time is a generator that yields while there is nothing to do but wait (Work), so one thread does several runs
-at once. It must be one thread: Linux sends a command the signal of its parent's end when the thread ends that started
-the command.
+Long operations are generators that yield while they wait (Work), so one thread handles several runs at once. It must be
+a single thread: Linux sends a command its parent-death signal as soon as the thread that started the command ends.
 """
 
 import os
@@ -30,7 +29,7 @@ SHUTDOWN_TIMEOUT = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "120"}
 
 
 class Launcher(StopSignals):
-    """While entered, SIGTERM and SIGINT go to the running commands instead of ending the sweep in its middle.
+    """While entered, forwards SIGTERM and SIGINT to the running commands instead of ending the sweep at once.
 
     Commands have their own sessions, so Ctrl-C reaches them once, through this class. If the sweep is killed with
     SIGKILL, Linux sends them SIGTERM, perhaps once per thread of the sweep; a second SIGTERM ends a run without saving,
@@ -38,7 +37,7 @@ class Launcher(StopSignals):
     """
 
     def __init__(self, shown: bool = True) -> None:
-        """shown: what commands write appears on the screen, too."""
+        """shown: the commands' output also appears on the screen."""
         super().__init__()
         self.shown = shown
 

@@ -186,12 +186,12 @@ def _stderr_of_mean(result: dict[str, Any]) -> float | None:
 
 
 def distinct(values: Iterable[Any]) -> str:
-    """5,632, or 5,632 or 8,448."""
+    """The values as text: "5,632", or "5,632 or 8,448"."""
     return " or ".join(dict.fromkeys(f"{v:,}" if isinstance(v, int) else v for v in values))
 
 
 def _legend(sweep: Sweep, titles: set[str], dtypes: str) -> str:
-    """Explanations of the columns `titles`. `dtypes`: of the scores."""
+    """Explanations of the columns `titles`. `dtypes`: the dtypes of the scores."""
     configs = [point.config for point in sweep.points if not point.baseline]  # does not apply to the dense run
     neurons = distinct(c.model.intermediate_size for c in configs)
     silence = distinct(c.sparsity.dead_after_tokens for c in configs)

@@ -65,7 +65,7 @@ def distributed(
     """The module that a step calls: `model` wrapped in DDP, sharded, or unchanged with one rank. Collective.
 
     `model` comes from `decoder`, already accelerated and compiled if it will be. Sharded weights are initialized here,
-    one whole matrix at a time, with the same bits as those of a whole model. Raises ConfigError on all ranks if
+    one whole matrix at a time, bit-identical to those of an unsharded model. Raises ConfigError on all ranks if
     sharding is requested and nodes have different numbers of ranks.
     """
     device = ranks.device

@@ -400,7 +400,7 @@ def test_scores_in_another_dtype_go_to_a_folder_of_their_own(run, rows, monkeypa
     assert {path: path.read_bytes() for path in before} == before
     assert results.of_dtype(base, "bfloat16") == base / "bfloat16"
     assert results.of_dtype(base, "float32") == base
-    # What was finished in a dtype is gone on with in that one.
+    # An evaluation that has results in one dtype continues in that dtype.
     monkeypatch.setattr(downstream, "score", lambda *_: pytest.fail("scored"))
     assert list(evaluated(Dtype.float32, "piqa")["tasks"]) == ["piqa"]
     assert list(evaluated(Dtype.bfloat16, "winogrande")["tasks"]) == ["winogrande"]

@@ -109,7 +109,7 @@ BROKEN = {
     "one dimension": (change(down_weight=torch.ones(64)), rf"of unknown layout: {MLP}down_weight \[64\]"),
     "both spellings": (change(up_proj__weight=torch.ones(64, 32)), f"in both spellings: {MLP}up_proj.weight"),
     "a missing tensor": (tensors(lambda found: found.pop(f"{MLP}up_weight")), f"missing: {MLP}up_proj.weight"),
-    "an unknown tensor": (change(scale=torch.ones(64)), f"unexpected (no such layer in config.json): {MLP}scale"),
+    "an unknown tensor": (change(scale=torch.ones(64)), rf"unexpected \(no such layer in config\.json\): {MLP}scale"),
     "integers": (change(down_weight=torch.ones(64, 32).int()), f"with integer values: {MLP}down_weight"),
     "NaN": (tensors(nan), f"not finite: {MLP}down_proj.weight"),
     "a gate that is not said": (keys("config.json", sparsity_gated_mlp=None), "sparsity_gated_mlp is None"),

@@ -1,4 +1,4 @@
-"""Which kernels a machine takes, and what is said of one that cannot take them; no GPU is asked."""
+"""The kernels that a machine selects, and the message if it cannot run them; needs no GPU."""
 
 from types import SimpleNamespace
 

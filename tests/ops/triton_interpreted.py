@@ -27,7 +27,7 @@ from sparsellm.ops.triton import clusters, engines, plan, tuning
 cases.DEVICE = "cpu"
 DL1 = 0.5
 DTYPES = (torch.float32, torch.float16)
-# Without those that are equal at 264 neurons.
+# Without the patterns that are equal at 264 neurons.
 PATTERNS = [p for p in cases.PATTERNS if p not in ("synthetic300", "synthetic900", "synthetic5632")]
 assert plan.triton.knobs.runtime.interpret
 

@@ -45,7 +45,7 @@ def counts(call: Call) -> tuple[float, float]:
 
 
 def a_gpu(monkeypatch, cache):
-    """A GPU that the CUDA kernels run on, as far as the store looks; `cache` is the folder of what is kept."""
+    """Fakes a GPU that runs the CUDA kernels, as far as the store can tell; `cache` is the cache folder."""
     monkeypatch.setenv("SPARSELLM_CACHE_DIR", str(cache))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200 (test)")
     monkeypatch.setattr(backend, "loaded", lambda: "cuda")

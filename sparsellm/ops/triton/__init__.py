@@ -5,7 +5,7 @@
     products.py    the sparse engines' matmuls
     dense.py       the dense engine's elementwise kernels between torch's matmuls
     engines.py     the driver: memory, and the order in which the kernels run (for the CUDA kernels: sparsellm.ops.cuda)
-    nonzeros.py    kernels on single nonzeros between the products
+    nonzeros.py    kernels on single nonzeros between the matmuls
     transpose.py   W_d by neuron, and back
     tuning.py      block sizes by GPU
     device.py      whether these kernels run here; limits.py: what they need

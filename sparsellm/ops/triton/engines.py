@@ -7,7 +7,7 @@ Of all sizes, only K and N, those of a layer, are compiled into a kernel.
 The stages of the sparse engines; tile and row differ only in the tokens per tile, 128 or 16:
 
     forward     z = x W_g^T by torch; mark: a bit for each nonzero; for many tokens, an order (clusters.py); plan: each
-                tile's union; sampled: u; keep: h, and what is saved for backward; gathered: y
+                tile's union; sampled: u; keep: h, and the values saved for backward; gathered: y
     backward    sampled: dh; gradient: dz, du and h; gathered: dx; turn and plan: the same bits by neuron, tiles of
                 neurons that fire about equally often; regroup: dz, du and h by these tiles; gathered: dW
 
