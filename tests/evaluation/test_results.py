@@ -65,7 +65,7 @@ def test_scores_that_were_measured_otherwise_have_no_mean_and_the_table_says_how
 
 def test_earlier_scores_are_told_apart_from_new_ones():
     lines = table(results(failed={"arc_easy": "no rows"}), asked=["arc_easy"]).splitlines()
-    assert "arc_easy  failed: no rows; the score above is an earlier one" in lines
+    assert "arc_easy  failed: no rows; the score above is from an earlier evaluation" in lines
     assert "from earlier evaluations of these weights  winogrande" in lines
     assert lines[3].startswith("mean of 2   0.3750")
 
