@@ -89,6 +89,6 @@ COMMANDS = {
 
 
 def description(name: str) -> str:
-    """What a command does, in its first line, and how: the docstring of its module, which is not imported."""
+    """The help text of a command: the docstring of its module, which is read without importing it."""
     text = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
     return ast.get_docstring(ast.parse(text)) or ""

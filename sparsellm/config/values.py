@@ -1,4 +1,4 @@
-"""A configuration as plain values and back, and those of them that define a run."""
+"""Converts a configuration to plain values and back, and selects the values that define a run."""
 
 import difflib
 import hashlib

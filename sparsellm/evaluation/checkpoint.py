@@ -316,7 +316,7 @@ class Evaluation:
         return self.loading
 
     def _accelerate(self, model: torch.nn.Module, kernels: Kernels) -> None:
-        """Switch to the kernels, where they can be; `self.kernels` and `self.obstacle` say what came of it. Raises
+        """Switch to the kernels if they can run, and set `self.kernels` and `self.obstacle` accordingly. Raises
         EvaluationError."""
         self.kernels, self.obstacle = "torch", obstacle(kernels, self.ranks.device.type)
         if self.obstacle:

@@ -178,7 +178,7 @@ class LiveEvaluation:
         result = error = None
         try:
             result = work()
-        except Exception as exception:  # from libraries, rows or the model: training matters more than a score
+        except Exception as exception:  # whatever it is: a failed score must not stop training
             error = f"{type(exception).__name__}: {' '.join(str(exception).split())}"
         if (error := first_error(error)) is None:
             return result

@@ -63,7 +63,7 @@ class Request:
 
     @property
     def on_hub(self) -> str | None:
-        """What is needed from the hub, as text; None if everything is local."""
+        """The items to fetch from the hub, as text; None if everything is local."""
         wanted = [] if self.checkpoint.folder is not None else [self.checkpoint.wanted]
         wanted += [] if self.config.data_dir is not None else [f"the rows of {', '.join(self.tasks)}"]
         return " and ".join(wanted) or None

@@ -257,7 +257,7 @@ def _origin_facts(
 
 
 def _attention_facts(model: ModelConfig) -> list[tuple[str, str]]:
-    """What differs from plain multi-head attention and a tied output matrix."""
+    """The differences from plain multi-head attention with a tied output matrix."""
     said = [
         (model.kv_heads != model.num_heads, f"{model.kv_heads} key/value heads"),
         (model.head_dim is not None, f"head dimension {model.head_width}"),

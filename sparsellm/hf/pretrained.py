@@ -423,7 +423,7 @@ def _misfits(held: dict[str, torch.Tensor], model: Any) -> dict[str, list[str]]:
 
 
 def not_finite(tensors: dict[str, torch.Tensor]) -> list[str]:
-    """The names of those with an infinity or a NaN."""
+    """The names of the tensors that contain an infinity or a NaN."""
 
     def finite(tensor: torch.Tensor) -> bool:
         if not tensor.is_floating_point() or not tensor.numel():

@@ -71,7 +71,7 @@ def _giving_zeros(_attention: nn.Module, _args: tuple, kwargs: dict[str, Any], o
 
 
 def _seen(mask: Tensor | dict[str, Tensor | None], length: int, before: int | Tensor) -> Tensor | None:
-    """bool [B or 1, T]: which of the T tokens of a call attend to any token; None if the mask does not tell. Masks are
+    """bool [B or 1, T]: whether each of the T tokens of a call attends to any token; None if unknown. Masks are
     [B, S] of zeros and ones, or bool [B or 1, 1, T, S] as for a static cache, alone or in a dict by layer type.
     `before`: tokens in the cache; a static cache keeps their number on the device."""
     if isinstance(mask, dict):  # a hidden token attends to nothing in every layer type, others at least to themselves

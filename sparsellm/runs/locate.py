@@ -59,7 +59,7 @@ class Checkpoint:
 
     @property
     def wanted(self) -> str:
-        """What is looked up on the hub, for messages."""
+        """The name that is looked up on the hub, for messages."""
         return f"checkpoint={self}, which is not a local folder,"
 
     def output(self, added: str, asked: str | None = None, limit: int | None = None) -> Path:

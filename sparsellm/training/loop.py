@@ -119,7 +119,7 @@ class Trainer:
             model, activation, runtime, training.batch_size // ranks.world_size, training.sequence_length,
             ranks.world_size, sharding.sharing(model, runtime.shard, ranks), taught=config.distill.teacher is not None,
         )  # fmt: skip
-        # Before there are tensors: it holds the process to its memory.
+        # Before any tensor is allocated, because this sets the process's memory limit.
         gpu = Gpu(device, runtime.memory_limit_gib) if device.type == "cuda" else None
         torch.manual_seed(training.seed)
         self.decoder = sharding.decoder(model, activation, runtime, ranks)

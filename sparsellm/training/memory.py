@@ -40,7 +40,7 @@ from sparsellm.model.dtypes import DTYPES
 from sparsellm.ops import Plan, saved_bytes
 
 GIB = 2**30
-# A deterministic run does not measure: this much is reserved for the CUDA context, NCCL and the kernels' code.
+# A deterministic run does not measure its memory. This is reserved for the CUDA context, NCCL and the kernels' code.
 UNMEASURED = 3 * GIB
 
 

@@ -124,7 +124,7 @@ def profile(
 
 @triton.jit
 def chain(similarity, places, ROWS: tl.constexpr, CLUSTERS: tl.constexpr):
-    """places, int32 [chunks, CLUSTERS]: the place in the chain of each cluster of chunk program_id(1)."""
+    """places, int32 [chunks, CLUSTERS]: each cluster's position in the chain, for chunk program_id(1)."""
     chunk, cluster = tl.program_id(1), tl.arange(0, CLUSTERS)
     first = tl.full((), 0x7FFFFFFF, tl.int32)
     for start in range(0, CLUSTERS, ROWS):
