@@ -16,5 +16,5 @@ def main(config: AnalyzeConfig) -> int:
     results, folder = analyze_checkpoint(config)
     print(f"{report.table(results)}\n\n{folder / report.ANALYSIS_JSON}; with tables (.csv) and figures (.png)")
     if config.recordings is not None:
-        print(f"{Path(config.recordings, recordings.FIRING)}(for benchmarks: --activations {config.recordings})")
+        print(f"{Path(config.recordings, recordings.FIRING)} (for benchmarks: --activations {config.recordings})")
     return 0

@@ -254,7 +254,7 @@ def test_candidates_take_turns_and_rates_are_of_what_they_took(monkeypatch):
         ([], 2, ["checkpoint has no value"]),
         (["checkpoint=nope/nope/nope", "seconds=0", "new_tokens=2"], 2, ["nope/nope/nope", "seconds is 0", "least 3"]),
         (["checkpoint=RUN", "baseline=[RUN,RUN]"], 2, ["baseline has 2 entries, but checkpoint has 1"]),
-        (["checkpoint=RUN", "baseline=BARE"], 2, ["baseline=BARE is of no run", "text=FILE"]),
+        (["checkpoint=RUN", "baseline=BARE"], 2, ["baseline=BARE belongs to no run", "text=FILE"]),
         (["checkpoint=RUN", "baseline=./nope"], 2, ["baseline=./nope does not exist"]),
         (["checkpoint=RUN", "text=nowhere.txt"], 2, ["text=nowhere.txt is not a file"]),
         (["checkpoint=RUN", "kernels=cuda"], 2, ["kernels=cuda", "has no GPU"]),

@@ -10,12 +10,13 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-import whole_config
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.models.huggingface import HFLM
 
+from sparsellm import data
 from sparsellm.config import from_overrides
 from sparsellm.distributed import groups
+from sparsellm.evaluation import live
 from sparsellm.evaluation.downstream import AUTO_LOGITS, SharedLM
 from sparsellm.model import Decoder
 
@@ -45,7 +46,8 @@ def main(folder: Path, overrides: list[str]) -> None:
     groups.TIMEOUT = timedelta(seconds=60)  # ranks that wait for each other fail
     with groups.process_group("cpu") as ranks:
         AUTO_LOGITS["cpu"] = config.model.vocab_size * 512 * (1 + ranks.rank)  # as with less memory on one of two GPUs
-        evaluation, opened = whole_config.live_evaluation(config, ranks), whole_config.open_data(config, ranks)
+        evaluation = live.load(config.evaluation, config.model, config.sparsity.activation, config.runtime, ranks)
+        opened = data.open_data(data.Request.of(config), config.run, config.logging.validation_samples, 0, ranks)
         torch.manual_seed(0)
         decoder = Decoder(config.model, config.sparsity.activation)
         for step, (place, target) in enumerate(PLACES.items()):

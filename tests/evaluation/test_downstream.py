@@ -125,6 +125,6 @@ def test_one_sequence_answers_whatever_is_asked_of_it(folder):
 
 @pytest.mark.parametrize(("context", "continuation"), [([], [1]), ([1], []), ([1], [2] * (CONTEXT + 1))])
 def test_requests_without_an_answer_are_refused(context, continuation, folder):
-    numbers = rf"{len(context)} \+ {len(continuation)} tokens: .* of 1 to {CONTEXT}"
+    numbers = rf"{len(context)} \+ {len(continuation)} tokens: .* should have 1 to {CONTEXT}"
     with both(folder) as (ours, _), pytest.raises(ValueError, match=numbers):
         ours._loglikelihood_tokens(requests_of([([1, 2], [3]), (context, continuation)]))

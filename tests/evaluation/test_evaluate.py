@@ -480,7 +480,7 @@ def test_without_its_tokens_a_run_has_scores_but_no_validation(run, rows):
     config = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(config.partition("\n")[2].replace("/tokens", "/gone"))  # without its checksum
     found = evaluate_checkpoint(EvaluateConfig(checkpoint=str(run), data_dir=str(rows), tasks=["piqa"]))
-    assert "there are no prepared tokens" in found["failed"]["validation"]
+    assert "the prepared tokens of " in found["failed"]["validation"]
     assert found["mean"] == found["tasks"]["piqa"]["score"]
     without = EvaluateConfig(checkpoint=str(run), data_dir=str(rows), tasks=["piqa"], validation=False)
     assert evaluate_checkpoint(without)["failed"] == {}
@@ -587,7 +587,7 @@ def test_scores_are_written_where_the_records_server_is_not_there(run, rows, mon
     results_json = run / LAST / "evaluation/results.json"
     assert json.loads(results_json.read_text())["tasks"].keys() == {"piqa"}
     assert str(results_json) in shown.out
-    assert "Weights & Biases: offline, for online failed: CommError" in shown.err
+    assert "Weights & Biases: offline: online failed: CommError" in shown.err
     assert f"sync {run}/wandb" in shown.err
     (record,) = (run / "wandb").glob("*run-*/*.wandb")
     assert b"evaluation/piqa" in record.read_bytes()

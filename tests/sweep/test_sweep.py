@@ -177,7 +177,7 @@ def test_a_run_whose_rows_are_damaged_ends_nothing_but_its_own_numbers(sweep, tm
     path.write_bytes(b"".join([*lines[:-1], row]))
     code, _, errors = sweep(*SMALL, COEFFICIENTS)
     assert code == 0
-    assert f"{NAMES[1]}/metrics.jsonl has no row of the last step: its numbers are left out" in errors
+    assert f"{NAMES[1]}/metrics.jsonl has no row for the last step: its numbers are left out" in errors
     assert [row["ce"] != "" for row in rows(tmp_path)] == [True, False, True]
 
 

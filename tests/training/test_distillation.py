@@ -183,6 +183,6 @@ def test_a_kl_that_is_not_finite_is_named_with_its_keys(teacher, tmp_path):
     given = f"distill.teacher={teacher}", "distill.temperature=1e-39", "runtime.max_skipped_steps=2"
     with (
         small_trainer(tmp_path / "run", *given) as trainer,
-        pytest.raises(TrainingDiverged, match=r"for the KL from the teacher is not finite: raise distill.temperature"),
+        pytest.raises(TrainingDiverged, match="because the KL from the teacher is not finite: raise distill"),
     ):
         trainer.fit()

@@ -96,7 +96,7 @@ def test_more_steps_are_refused_by_the_schedule_that_the_run_has_and_not_by_thei
         ([], ["training.steps=20"], "started with 12 and a cosine schedule, whose learning rate"),
         (WSD, ["training.steps=11"], "training.steps is 11, but run r was started with 12:"),
         (WSD, ["training.steps=20", "training.seed=3"], "training.seed is 3, but run r was started with 0:"),
-        (WSD, ["training.steps=20", "optimizer.decay_fraction=0.5"], "optimizer.decay_fraction is 0.5, and"),
+        (WSD, ["training.steps=20", "optimizer.decay_fraction=0.5"], "optimizer.decay_fraction is 0.5, but"),
         ([], WSD, "optimizer.schedule is 'wsd', but run r was started with 'cosine':"),
     ],
 )

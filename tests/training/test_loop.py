@@ -240,7 +240,7 @@ def test_an_l1_loss_that_is_not_finite_is_named_with_its_coefficient(tmp_path):
     with (
         small_trainer(tmp_path / "run", "sparsity.l1_coefficient=1e300", "runtime.max_skipped_steps=2") as trainer,
         pytest.raises(
-            TrainingDiverged, match=r"for the (L1 loss|gradient of a finite loss) is .* sparsity.l1_coefficient"
+            TrainingDiverged, match=r"because the (L1 loss|gradient of a finite loss) is .* sparsity.l1_coefficient"
         ),
     ):
         trainer.fit()

@@ -53,7 +53,7 @@ def lines_of(text):
 def test_a_log_file_has_a_line_for_every_logged_step_however_fast_they_come(monkeypatch):
     lines = lines_of(told(False, monkeypatch))
     assert lines[0] == "step 11/40  loss  2.500  ce  2.250  nonzeros    12.5     74,000 tokens/s"
-    assert lines[1] == "about 52 s to go, 500 tokens/s"  # the first step, which compiles, is not counted
+    assert lines[1] == "about 52 s left, 500 tokens/s"  # the first step, which compiles, is not counted
     assert lines[2].startswith("step 20/40")
     assert " left  held-out  2.375" in lines[2]
     assert lines[3].startswith("step 40/40")

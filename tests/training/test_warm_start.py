@@ -144,11 +144,11 @@ def test_what_does_not_agree_with_the_source_is_refused_by_name(run, folder, tmp
 
     source = "init_from=source"
     said = refusal(source, "model.hidden_size=64", "model.num_heads=4", "model.head_dim=16")
-    assert "model.hidden_size is 64, and init_from=source has 48: leave it out" in said
+    assert "model.hidden_size is 64, but init_from=source has 48: leave it out" in said
     assert "num_heads" not in said
     assert "head_dim" not in said
     assert "model.qk_norm" not in said
-    assert "model.num_layers is 24, and init_from=source has 2" in refusal(source, "model=qwen2p5_0p5b")
+    assert "model.num_layers is 24, but init_from=source has 2" in refusal(source, "model=qwen2p5_0p5b")
     assert "init_from=./sources does not exist: did you mean source?" in refusal("init_from=./sources")
 
     # Mistakes in its tokenizer are reported for the typed key.
