@@ -133,7 +133,8 @@ def _neurons(arrays: np.lib.npyio.NpzFile) -> int:
 
 
 def build(name: str, tokens: int, device: str | torch.device, activations: Path | None = None, seed: int = 0) -> Block:
-    """The block of one of PATTERNS at K 2048, N 5632, on `device`. For fewer tokens, use the first rows of its x.
+    """Build the layer for pattern `name` (one of PATTERNS), with K=2048 and N=5632, on `device`. To run fewer tokens on
+    the same layer, slice its x.
 
     Raises ValueError if the pattern needs recordings that are missing.
     """

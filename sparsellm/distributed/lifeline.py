@@ -40,7 +40,7 @@ from sparsellm.system.streams import write_now
 
 ARRIVAL = 600  # seconds for all ranks to join: importing from a shared file system may take minutes
 GRACE = 5  # seconds for a rank that learns of another's error to report its own
-NOTICE = 3  # seconds that the message of a rank's end may lag behind the collective that it breaks
+NOTICE = 3  # seconds to wait, after a collective fails, for news of which rank died
 HANDSHAKE = 10  # seconds for the first line of a connection
 PROBES = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}  # give up on a machine after 30 s
 BEAT = 5  # seconds
@@ -98,7 +98,7 @@ class Lifeline:
         self._lock, self._heard, self._left = threading.Lock(), threading.Event(), threading.Event()
         # A forked process would keep the connections open after this process ends.
         os.register_at_fork(after_in_child=self._close)
-        self.start = self._listen(store) if rank == 0 else self._connect(store, address)  # name of this start
+        self.start = self._listen(store) if rank == 0 else self._connect(store, address)  # ID of this launch
         threading.Thread(target=self._beat, name="lifeline", daemon=True).start()
 
     def reached(self, step: int | None = None) -> None:

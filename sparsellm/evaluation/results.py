@@ -76,7 +76,7 @@ def dtypes(folder: Path, weights: str) -> set[str]:
 
 
 def of_dtype(folder: Path, dtype: str) -> Path:
-    """The folder with an evaluation's results in `dtype`: a subfolder if `folder` itself has another dtype's."""
+    """The folder with the results for `dtype`: `folder/dtype` if it has results, else `folder`."""
     return folder / dtype if (folder / dtype / RESULTS).is_file() else folder
 
 

@@ -74,7 +74,7 @@ def _seen(mask: Tensor | dict[str, Tensor | None], length: int, before: int | Te
     """bool [B or 1, T]: whether each of the T tokens of a call attends to any token; None if unknown. Masks are
     [B, S] of zeros and ones, or bool [B or 1, 1, T, S] as for a static cache, alone or in a dict by layer type.
     `before`: tokens in the cache; a static cache keeps their number on the device."""
-    if isinstance(mask, dict):  # a hidden token attends to nothing in every layer type, others at least to themselves
+    if isinstance(mask, dict):  # any layer type's mask will do: padding attends to nothing in all of them
         first = next(iter(mask.values()), None)
         return None if first is None else _seen(first, length, before)
     if mask.dim() == 2:

@@ -37,7 +37,7 @@ NONZEROS, DEAD = "nonzeros.png", "dead_neurons.png"
 
 @dataclass(frozen=True)
 class Curves:
-    """The pictures of a run's rows."""
+    """Plots of a run's metrics, the rows of metrics.jsonl."""
 
     title: str
     tokens_per_step: int

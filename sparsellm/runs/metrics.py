@@ -162,11 +162,11 @@ class StepValues:
     rest_calls: list[float] | None
     dead: list[float] | None
     reinitialized: list[float] | None  # so far
-    # This rank's; a row has those of the main rank. See StepClock.
+    # The next three are measured on this rank (StepClock); rows have the main rank's values.
     seconds: float  # of the whole step, including the wait for data
     peak_memory: int | None  # bytes, the largest allocation during the step
     data_wait: float  # seconds
-    kl: float  # sum over tokens, in nats; 0 without a teacher
+    kl: float  # sum over all ranks' tokens, in nats; 0 without a teacher
 
 
 def reduce_step(

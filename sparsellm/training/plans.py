@@ -139,9 +139,10 @@ class Plans:
         return True
 
     def after(self, step: int, sums: StepSums, counts: Tensor) -> None:
-        """Start copying the counts of `step` to the host, if it is a counted step. Collective.
+        """Every DECIDE_EVERY steps, start copying the step's nonzero counts to the host. Collective.
 
-        `counts`: 0-d bool on the device, the same on all ranks: False if the step was skipped.
+        `counts`: 0-d bool on the device, the same on all ranks: whether the counts are valid. False if the step was
+        skipped.
         """
         if self.idle or step % DECIDE_EVERY != 1:
             return

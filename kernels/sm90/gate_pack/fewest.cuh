@@ -51,7 +51,7 @@ struct Shared {
   Sums totals;
 };
 static_assert(sizeof(Shared) <= kMaxSharedBytes, "Shared must fit in one CTA's shared memory");
-static_assert(kDepth % 2 == 0, "a piece must reuse the place of the same half of an earlier round");
+static_assert(kDepth % 2 == 0, "kDepth must be even: each round takes two slots, one per half");
 static_assert(kFewestTokens * kSumPitch * sizeof(float) <= kOfWarp, "a warp's sums must fit in place of its pieces");
 
 // One CTA. Arrays in registers are locals: as members, they would keep the scalars next to them in local memory until

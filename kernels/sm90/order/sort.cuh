@@ -1,4 +1,4 @@
-// token_order: the chain of the clusters, and the tokens in its order.
+// token_order, last step: chain similar clusters greedily, then sort the tokens in chain order (see order.cu).
 #pragma once
 
 #include "order/common.cuh"
@@ -92,7 +92,7 @@ __device__ __forceinline__ void chain_clusters(const Order& order, const Chunk& 
   }
   ptx::bar_sync(kChainerBarrier, kChainers);
   if (warp != kSortWarps) return;  // one warp makes the chain
-  uint32_t taken[4];               // the sign bit: in the chain, or no cluster
+  uint32_t taken[4];               // sign bit set: already chained, or no such cluster
   uint32_t least = ~0u;
   for (int e = 0; e < 4; ++e) {
     const int c = 4 * lane + e;

@@ -35,7 +35,7 @@ constexpr int kRowStages = 5;                    // stages of B
 constexpr uint32_t kPlaces = 4;                  // places for units that are drawn: round r's is in place r % 4
 constexpr int kDrawAhead = 6;                    // the next unit is drawn this many blocks before this one ends,
 constexpr int kTicketBlocks = 2;                 // and its ticket is used this many blocks later, when it has arrived
-static_assert(kTicketBlocks < kRowStages, "else a stage could wait for a consumer that waits for the next unit");
+static_assert(kTicketBlocks < kRowStages, "kTicketBlocks must be below kRowStages, or both roles could deadlock");
 
 constexpr int kDrawingThread = 0;
 
