@@ -86,11 +86,13 @@ def left(folder: Path) -> dict[str, object]:
     return found
 
 
-def _is_older(name: str, plain: dict[str, object]) -> bool:
-    """Whether `name` is of a checkpoint before the last one of the undisturbed run. Ranks whose torchrun is killed stop
-    with a checkpoint of their own step, which takes the place of an older one."""
-    steps = sorted(each for each in plain if re.fullmatch(r".*/checkpoints/step_\d+", each))
-    return re.match(r".*/checkpoints/step_\d+", name) is not None and not name.startswith(steps[-1])
+def unlike(folder: Path, plain: dict[str, object], *, stopped: bool) -> list[str]:
+    """What differs in `folder` from the undisturbed run's. A run that was `stopped` by a signal, or whose torchrun was
+    killed, saves a checkpoint at that step, which takes the place of an older one: older ones are then not compared."""
+    found = left(folder)
+    names = [name for name in sorted(found.keys() | plain) if found.get(name) != plain.get(name)]
+    last = max((name for name in plain if re.fullmatch(r".*/checkpoints/step_\d+", name)), default="")
+    return [name for name in names if not (stopped and "/checkpoints/step_" in name and not name.startswith(last))]
 
 
 def undisturbed(command: list[str], setup: Callable[[Path], object], folder: Path) -> Undisturbed:
@@ -153,11 +155,8 @@ def attack(kind: str, command: list[str], setup: Callable[[Path], object], folde
             if again.exitcode is None:
                 kill(family(again.pid))
             assert again.exitcode == 0, f"then it ended with {again.exitcode}"
-            found = left(here)
-            unlike = [name for name in sorted(found.keys() | plain.left) if found.get(name) != plain.left.get(name)]
-            if "torch.distributed.run" in command:
-                unlike = [name for name in unlike if not _is_older(name, plain.left)]
-            assert not unlike, f"then these differ: {unlike}"
+            differ = unlike(here, plain.left, stopped="torch.distributed.run" in command)
+            assert not differ, f"then these differ: {differ}"
         except AssertionError as error:
             failed.append(f"{kills}: {error}\n{said(here).read_text()[-2000:]}")
         else:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from attack.kills import TORCHRUN, left, said
+from attack.kills import TORCHRUN, left, said, unlike
 from attack.seed import SEED, one
 from processes import PATIENCE, SERVER, family, kill, started
 
@@ -71,9 +71,8 @@ def require_as_plain(command: list[str], folder: Path, plain: dict[str, object])
     """The same command, now undisturbed, ends like one that was never disturbed."""
     process = start(command, folder)
     assert ended(process) == 0, said(folder).read_text()[-2000:]
-    found = left(folder)
-    unlike = [name for name in sorted(found.keys() | plain) if found.get(name) != plain.get(name)]
-    assert not unlike, f"these differ: {unlike}"
+    differ = unlike(folder, plain, stopped=True)
+    assert not differ, f"these differ: {differ}"
     shutil.rmtree(folder)
 
 

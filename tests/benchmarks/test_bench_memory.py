@@ -29,7 +29,7 @@ def test_auto_is_shown_beside_half_as_many_and_twice_as_many_sequences(tmp_path,
         assert all(given["micro_batches"] == [int(size)] * 2 for size, given in row["given"].items())
     assert rows[0]["auto"]["nonzeros"] > 10 * rows[1]["auto"]["nonzeros"]
     shown = capsys.readouterr().out
-    assert "smoke: sparse, auto, is " in shown
+    assert "smoke: kernels with an automatic micro-batch: " in shown
     line = next(line for line in shown.splitlines() if line.startswith("smoke") and " torch " in line)
     speeds = [row["tokens_per_s"] for row in (rows[0]["auto"], *rows[0]["given"].values())]
     assert line.split()[-1] == f"{speeds[0] / max(speeds):.3f}"
