@@ -5,10 +5,10 @@ while the next step is running, so that logging never stalls the device. A rank'
 so that all ranks see it at the same step.
 """
 
+import itertools
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -39,6 +39,7 @@ PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}  # dense bfloat16, by GPU name (DE
 
 METRICS = "metrics.jsonl"
 NAMED = "validation_ce/"  # prefix of a data.mix source's name: the key of its held-out cross entropy
+LONGEST_ROW = 1 << 24  # bytes; a row of 100 layers has about 10,000. What follows a longer line is not read
 NAMED_PROBLEMS = 3  # most problems listed for a damaged file
 
 
@@ -383,26 +384,33 @@ def history(
     `saved`: the file's prefix at the checkpoint. `needed`: keys that every row must have. `layers`: the length of
     lists. A missing file has no rows, and no problem unless rows had been saved.
     """
+    rows: list[dict[str, Any]] = []
+    problems: list[str] = []
+    size, digest = 0, xxhash.xxh3_64()
     try:
-        content = regular.content(path, sys.maxsize)
+        with regular.to_read(path) as file:
+            for number in itertools.count(1):
+                line = file.readline(LONGEST_ROW)
+                digest.update(line if saved is None else line[: max(0, saved.bytes - size)])
+                size += len(line)
+                if not line.endswith(b"\n"):  # the end of the file: a last line without a line feed was cut by a kill
+                    if len(line) == LONGEST_ROW:
+                        problems.append(f"line {number}: it is longer than {LONGEST_ROW:,} bytes")
+                    break
+                try:
+                    row = _parsed(line[:-1], needed, layers)
+                    if rows and row["step"] <= rows[-1]["step"]:
+                        raise ValueError(f"its step {row['step']} comes after step {rows[-1]['step']}")
+                    rows.append(row)
+                except ValueError as error:
+                    problems.append(f"line {number}: {error}")
     except FileNotFoundError:
         return History([], [] if saved is None else [f"the file is missing, but {saved.bytes:,} bytes were saved"])
     except OSError as error:
         return History([], [f"it cannot be read ({error.strerror})"])
-    rows: list[dict[str, Any]] = []
-    problems: list[str] = []
-    # A last line without a line feed was truncated by a kill. (`bytes.splitlines` would also split at \r.)
-    for number, line in enumerate(content.split(b"\n")[:-1], 1):
-        try:
-            row = _parsed(line, needed, layers)
-            if rows and row["step"] <= rows[-1]["step"]:
-                raise ValueError(f"its step {row['step']} comes after step {rows[-1]['step']}")
-            rows.append(row)
-        except ValueError as error:
-            problems.append(f"line {number}: {error}")
-    if saved is not None and xxhash.xxh3_64_hexdigest(content[: saved.bytes]) != saved.xxh3:
-        if len(content) < saved.bytes:
-            problems.append(f"it has {len(content):,} bytes, but {saved.bytes:,} were saved")
+    if saved is not None and digest.hexdigest() != saved.xxh3:
+        if size < saved.bytes and len(line) < LONGEST_ROW:
+            problems.append(f"it has {size:,} bytes, but {saved.bytes:,} were saved")
         elif not problems:
             problems.append(f"its first {saved.bytes:,} bytes differ from those that were saved")
     return History(rows, problems)
@@ -547,5 +555,9 @@ def _content(path: Path, saved: Saved | None) -> bytes | None:
     """The bytes of the file when a checkpoint was saved; None if they are damaged or missing."""
     if saved is None:
         return b""
-    content = regular.content(path, sys.maxsize)[: saved.bytes] if path.exists() else b""
+    try:
+        with regular.to_read(path) as file:
+            content: bytes = file.read(min(saved.bytes, os.fstat(file.fileno()).st_size))
+    except FileNotFoundError:
+        content = b""
     return content if xxhash.xxh3_64_hexdigest(content) == saved.xxh3 else None

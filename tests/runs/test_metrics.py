@@ -116,6 +116,21 @@ def test_damage_after_the_checkpoint_is_cut_off_with_what_is_trained_again(tmp_p
     assert "removed 1 rows that the resumed run will write again" in capsys.readouterr().err
 
 
+def test_a_file_that_grew_by_a_terabyte_of_zeros_is_not_read_to_its_end(tmp_path):
+    path = tmp_path / METRICS
+    path.write_bytes(rows(1, 10).encode())
+    with path.open("r+b") as file:
+        file.truncate(1 << 40)  # sparse: it takes no space
+    assert history(path, saved_with(1, 10)).problems == ["line 3: it is longer than 16,777,216 bytes"]
+    MetricsFile(path, 10, saved_with(1, 10)).close()
+    assert path.read_text() == rows(1, 10)
+    path.write_bytes(b"")
+    with path.open("r+b") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(MetricsError, match="line 1: it is longer than"):
+        MetricsFile(path, 10, saved_with(1, 10))
+
+
 def test_a_row_that_finds_no_room_waits_for_the_next_one_and_leaves_no_half_of_itself(tmp_path):
     path = tmp_path / METRICS
     file = MetricsFile(path, last_step=0)
