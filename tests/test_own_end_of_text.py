@@ -116,6 +116,7 @@ def test_data_of_the_same_tokens_that_end_otherwise_are_trained_on_with_a_word(d
     assert AutoTokenizer.from_pretrained(hf).eos_token == "<s>"
 
 
+@pytest.mark.slow
 def test_of_several_ends_of_the_source_a_run_keeps_those_that_no_document_has(documents, tmp_path):
     ends = {"eos_token_id": [2, 0, 350]}  # 0, <unk>, stands for the end of a turn; 350 is a word
     (tmp_path / "source/generation_config.json").write_text(json.dumps(ends))

@@ -72,7 +72,8 @@ def sharing_copy(model: nn.Module) -> nn.Module:
 
 def variants(model: nn.Module, names: tuple[str, ...]) -> dict[str, nn.Module | Exception]:
     """Each variant of `model`, or the exception that creating it raised."""
-    torch._dynamo.config.recompile_limit = 2 * len(model.model.layers)  # enough even if layers did not share their code
+    # Enough even if the layers did not share their code.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * len(model.model.layers))
     found: dict[str, nn.Module | Exception] = {}
     for name in names:
         try:

@@ -317,7 +317,7 @@ def main(arguments: list[str] | None = None) -> None:
         except ValueError as error:
             parser.error(f"--firing: {error}")
     # all runs compile the same functions, for several shapes and layer types
-    torch._dynamo.config.recompile_limit = 8 * len(runs)
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 8 * len(runs))
     set_determinism(configs[0].runtime.deterministic)
     with process_group(device_type(configs[0].runtime)) as ranks:
         opened, weights = [opened_data(config, ranks) for config in configs], None

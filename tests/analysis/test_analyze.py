@@ -81,6 +81,7 @@ def test_a_run_on_its_held_out_blocks(run):
         assert layer["nonzeros"]["mean"] <= layer["union_per_tile"] <= 48 - layer["dead"]
 
 
+@pytest.mark.slow
 def test_the_same_bytes_every_time_and_nothing_of_an_earlier_analysis(run):
     _, folder = analyzed(checkpoint=run)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}

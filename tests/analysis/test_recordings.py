@@ -38,6 +38,7 @@ def test_the_benchmarks_read_the_counts_of_the_analysis(run, tmp_path):
 
 
 @pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.slow
 def test_a_recording_of_the_benchmarks_width_has_all_their_patterns(gated, tmp_path, monkeypatch):
     model = small_model(gated, torch.bfloat16, intermediate_size=patterns.N, num_hidden_layers=8)
     blocks = small_blocks()[:, :64]
@@ -66,6 +67,7 @@ def test_a_smaller_model_leaves_nothing_of_a_larger_one(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["firing_patterns.npz"]
 
 
+@pytest.mark.slow
 def test_without_being_asked_nothing_is_recorded_and_the_command_says_where_it_was(run, tmp_path, capsys):
     assert analyze.main([f"checkpoint={run}"], "analyze") == 0
     assert not list(run.rglob("*.npz"))

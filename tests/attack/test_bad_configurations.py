@@ -59,6 +59,7 @@ def said(kind, schema, tried, failed) -> None:
 
 
 @pytest.mark.parametrize("schema", [Config, EvaluateConfig, AnalyzeConfig])
+@pytest.mark.slow
 def test_every_bad_value_is_refused_by_the_name_of_its_key(schema):
     tried = cases(schema)
     failed = []

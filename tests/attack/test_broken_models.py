@@ -156,6 +156,7 @@ def header_length(path: Path) -> int:
     return 8 + int.from_bytes(path.read_bytes()[:8], "little")
 
 
+@pytest.mark.slow
 def test_one_flipped_bit_at_each_byte_of_the_small_files_of_a_checkpoint_is_named(whole, tmp_path):
     folder = damaged(whole, tmp_path / "step_00000001/hf", lambda _: None)
     files = {

@@ -118,6 +118,7 @@ def checked(config: Config) -> Callable[[], None]:
     return start
 
 
+@pytest.mark.slow
 def test_no_changed_bit_and_no_junk_in_a_manifest_is_accepted(prepared: Config) -> None:
     path = Path(prepared.data.path) / "manifest.json"
     attack(path, flips(path), lambda: read(path.parent))
@@ -127,6 +128,7 @@ def test_no_changed_bit_and_no_junk_in_a_manifest_is_accepted(prepared: Config) 
     checked(prepared)()
 
 
+@pytest.mark.slow
 def test_no_changed_bit_and_no_junk_in_progress_is_accepted(unfinished: Config) -> None:
     path = Path(unfinished.data.path) / "progress.json"
     attack(path, flips(path), lambda: read(path.parent, path.name))

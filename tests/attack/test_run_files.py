@@ -94,6 +94,7 @@ def test_every_byte_of_the_configuration(run):
     attack(path, holds, cut)
 
 
+@pytest.mark.slow
 def test_every_byte_of_the_rows(run):
     config, folder = run
     path = folder / METRICS
@@ -140,6 +141,7 @@ def test_every_byte_of_the_commit(run):
 
 
 @pytest.mark.parametrize("name", ["values.json", "rank_00000.json", ".metadata"])
+@pytest.mark.slow
 def test_every_byte_of_the_small_files_of_a_checkpoint(run, name):
     _, folder = run
     path = run_folder.checkpoint(folder, STEPS) / STATE / name
@@ -231,6 +233,7 @@ def fill(disk, leave):
 
 @pytest.mark.parametrize("leave", [0, 8192, 40_000, 100_000, 275_000, random.Random(SEED).randrange(280_000)])
 @one("full disks")
+@pytest.mark.slow
 def test_a_disk_that_becomes_full_loses_nothing(small_disk, capsys, leave):
     """After step 2's checkpoint, `free` bytes are left. Freed space lets the run finish."""
     folder, options = small_disk / "run", ["run.checkpoint_every=2", "logging.every=1"]

@@ -8,6 +8,7 @@ from datasets import Dataset
 from sparsellm.data import DataError, corpus
 
 
+@pytest.mark.slow
 def test_stdlib_docs_is_text_without_duplicates_in_a_fixed_order() -> None:
     texts, unparsable = corpus.stdlib_docs()
     assert len(texts) == len(set(texts)) > 5_000

@@ -38,6 +38,7 @@ def made(texts: list[str]) -> dict[str, Tokenizer]:
     ("mistral", ADDED, "tokenizer_config.json"), ("llama3", "<|end_of_text|>", "tokenizer_config.json"),
     ("llama3", "<|eot_id|>", "special_tokens_map.json"),
 ])  # fmt: skip
+@pytest.mark.slow
 def test_documents_begin_as_prompts_do_and_end_with_the_tokenizers_own_eos_token(name, eos, file, made, tmp_path):
     end = eos if isinstance(eos, str) else eos["content"]
     folder = small_tokenizers.write(made[name], tmp_path / "source", eos, file)

@@ -22,6 +22,7 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.mark.slow
 def test_the_embedded_corpus_prepares_itself(tmp_path: Path) -> None:
     config = Config(
         model=ModelConfig(vocab_size=1_024),
@@ -99,6 +100,7 @@ with process_group("cpu") as ranks:
 
 
 @pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.slow
 def test_two_ranks_share_validation_and_divide_a_step(
     make_config: MakeConfig, parquet: list[str], tmp_path: Path, streaming: bool
 ) -> None:

@@ -165,6 +165,7 @@ raise RuntimeError("in the middle")
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_with_its_loaders_open_exits() -> None:
     done = subprocess.run([sys.executable, "-c", LEFT_OPEN], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (1, "0\n")
@@ -184,6 +185,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the death of a parent is a signal on Linux only")
+@pytest.mark.slow
 def test_a_loaders_processes_end_at_once_with_a_trainer_that_is_killed() -> None:
     killed = subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True)
     workers = [int(pid) for pid in killed.stdout.readline().split()]
@@ -212,6 +214,7 @@ def test_workers_that_cannot_start_are_an_error_and_leave_none_behind(
     assert "Traceback" not in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_while_others_start_was_killed(
     packed: PackedTokens, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,6 +249,7 @@ def test_workers_without_a_file_left_to_open_are_an_error(packed: PackedTokens) 
     assert not [process for process in multiprocessing.active_children() if not process.exitcode]
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_is_an_error_only_where_its_batches_are_missing(packed: PackedTokens) -> None:
     before = signal.getsignal(signal.SIGCHLD)
     batches = replace(packed, workers=1).batches(None)

@@ -196,6 +196,7 @@ def test_a_kill_at_the_very_end_leaves_a_finished_folder(make_config: MakeConfig
     assert prepare(config) == manifest
 
 
+@pytest.mark.slow
 def test_two_processes_do_not_prepare_the_same_folder_at_once(
     make_config: MakeConfig, parquet: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

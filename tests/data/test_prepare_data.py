@@ -43,6 +43,7 @@ def test_an_interrupted_preparation_says_that_it_goes_on_and_not_that_it_starts_
     assert "stopped; run the same command to continue from the prepared tokens" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_command_in_a_refusal_prepares_what_was_missing(
     make_config: Callable[..., Config], parquet: list[str], tmp_path: Path
 ) -> None:

@@ -67,6 +67,7 @@ def test_an_epoch_holds_the_training_documents_in_the_order_of_its_files(stream:
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.slow
 def test_a_resume_gives_what_followed_within_groups_and_across_epochs(
     stream: TokenStream, world_size: int, workers: int
 ) -> None:

@@ -15,6 +15,7 @@ from sparsellm.distributed import groups, lifeline
 SCRIPT = Path(__file__).with_name("agreeing_ranks.py")
 
 
+@pytest.mark.slow
 def test_two_ranks_hear_of_each_other():
     lines = [line.partition(": ") for line in torchrun(2, SCRIPT).stdout.splitlines() if line]
     heard = {rank: ast.literal_eval(said) for rank, _, said in lines}

@@ -169,6 +169,7 @@ def test_a_rank_that_is_behind_is_named_and_said_to_go_on(ended, impatient):
     assert all(why.startswith(f"{lines[0].me} has kept the other ranks waiting") for why in ended.values())
 
 
+@pytest.mark.slow
 def test_others_wait_long_for_the_first_step_and_for_a_rank_that_works_alone(ended, impatient):
     lines = joined(dist.HashStore(), [0, 1], 2)
     begin(1, lines)  # it may compile

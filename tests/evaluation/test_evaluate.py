@@ -92,6 +92,7 @@ def test_seven_tasks_and_the_held_out_split_without_a_network(run, rows, no_netw
 
 
 @pytest.mark.parametrize("dtype", [Dtype.auto, Dtype.float32])
+@pytest.mark.slow
 def test_the_scores_are_those_of_plain_lm_eval(run, rows, tmp_path, no_network, dtype):
     """The `hf` model of lm-eval as its command line makes it, on the same rows: every log-probability is the same, in
     the dtype that both take by themselves, bfloat16, and in float32."""
@@ -212,6 +213,7 @@ def test_an_interrupted_evaluation_goes_on(bare, rows, monkeypatch):
     assert evaluate_checkpoint(other)["tasks"]["piqa"]["rows"] == 4
 
 
+@pytest.mark.slow
 def test_it_is_complete_only_where_another_start_would_change_nothing(run, rows, tmp_path):
     local = shutil.copytree(rows, tmp_path / "rows")
     asked = {"checkpoint": str(run), "data_dir": str(local), "tasks": ["piqa", "winogrande"]}
@@ -571,6 +573,7 @@ def test_real_rows_of_all_seven(bare):
     assert [task["rows"] for task in found["tasks"].values()] == [3] * 7
 
 
+@pytest.mark.slow
 def test_scores_are_written_where_the_records_server_is_not_there(run, rows, monkeypatch, capsys):
     """With the real wandb, which ends its command after some 100 s and before the scores were written."""
     config = load(run / "config.yaml")

@@ -69,6 +69,7 @@ def assert_equal_states(one, other):
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
+@pytest.mark.slow
 def test_training_does_not_notice_and_the_scores_are_the_checkpoints(asked, rows):
     _, without, plain = run([*asked, "run.name=plain", "evaluation.every=0", "logging.every=1"])
     _, evaluated, folder = run([*asked, "logging.every=1"])
@@ -128,6 +129,7 @@ def test_mixed_precision_is_the_runs(asked):
     assert 0 < (theirs - exact).norm() <= 2 * (own - exact).norm()
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled_anew(asked, monkeypatch):
     """As many graphs are captured as without evaluations, whose sequences have many lengths."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # no C++ compiler, and quicker
@@ -142,6 +144,7 @@ def test_nothing_is_compiled_anew(asked, monkeypatch):
     assert seen[0]["unique_graphs"] > 0
 
 
+@pytest.mark.slow
 def test_a_resumed_run_evaluates_at_the_same_steps(asked):
     _, straight, folder = run([*asked, "run.name=straight"])
     overrides = [*asked, "run.name=stopped"]
@@ -152,6 +155,7 @@ def test_a_resumed_run_evaluates_at_the_same_steps(asked):
     assert differences(untimed_rows(stopped), untimed_rows(folder)) == []
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_ends_the_process_costs_no_checkpoint_and_the_resume_does_it(asked, monkeypatch):
     _, _, folder = run([*asked, "run.name=straight"])
     overrides = [*asked, "run.name=ended"]
@@ -165,6 +169,7 @@ def test_an_evaluation_that_ends_the_process_costs_no_checkpoint_and_the_resume_
     assert differences(untimed_rows(ended), untimed_rows(folder)) == []
 
 
+@pytest.mark.slow
 def test_a_failure_is_said_and_training_goes_on(asked, monkeypatch, capsys):
     score = downstream.score
 

@@ -43,6 +43,7 @@ def train(decoder):
 
 @pytest.mark.parametrize(("family", "activation", "tied"), CASES)
 @torch.no_grad()
+@pytest.mark.slow
 def test_read_train_and_write(family, activation, tied, tmp_path, tokenizer_folder):
     theirs, tokens = stock_model(family, activation, tied), ids()
     theirs.save_pretrained(tmp_path / "given")

@@ -80,6 +80,7 @@ def test_of_several_ranks_one_says_what_is_looked_for(no_network, monkeypatch, c
         assert len(capsys.readouterr().err.splitlines()) == lines
 
 
+@pytest.mark.slow
 def test_a_name_that_the_hub_does_not_have_ends_in_seconds_with_a_sentence(tmp_path):
     class Nothing(http.server.BaseHTTPRequestHandler):
         def do_GET(self):

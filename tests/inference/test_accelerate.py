@@ -343,6 +343,7 @@ def test_new_plans_and_weights_recompile_nothing(how, hollow):
 
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("how", ["whole", "layers"])
+@pytest.mark.slow
 def test_many_layers_compile_to_one_graph(how, hollow):
     name = "decoder" if how == "layers" else "llama"
     model = sparsellm.accelerate(make(name, num_hidden_layers=28), "cuda")
@@ -420,6 +421,7 @@ def test_a_compiled_decoder_trains_the_same_bits_and_validates_on_the_operator()
     assert (ours.union >= 0).all()  # the traced reference does not measure it
 
 
+@pytest.mark.slow
 def test_importing_the_package_is_light():
     code = "import sys, sparsellm; assert 'torch' not in sys.modules; assert callable(sparsellm.restore)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

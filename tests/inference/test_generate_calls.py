@@ -106,6 +106,7 @@ def graphs():
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.slow
 def test_the_tokens_are_those_of_the_model_as_it_was(way, hollow, monkeypatch):
     found = []
     for accelerated in (False, True):

@@ -30,6 +30,7 @@ def all_of(generator, prompts, new, *settings):
     ("name", "activation"),
     [("decoder", Activation.relu), ("nongated_decoder", Activation.relu), ("decoder", Activation.silu)],
 )
+@pytest.mark.slow
 def test_greedy_tokens_are_those_of_transformers(name, activation, kernels):
     decoder = make(name, activation=activation)
     theirs = conversion.view({n: p.detach() for n, p in decoder.named_parameters()}, decoder.config, activation, 0)
@@ -48,6 +49,7 @@ def test_greedy_tokens_are_those_of_transformers(name, activation, kernels):
     assert all_of(generator, PROMPTS, 40) == expected  # in memory used by earlier calls
 
 
+@pytest.mark.slow
 def test_in_bfloat16_texts_part_from_transformers_at_near_ties_only():
     """The residual stream is float32 here and bfloat16 there, so logits differ."""
     decoder, random = make("decoder"), torch.Generator().manual_seed(0)

@@ -148,6 +148,7 @@ def test_a_longer_sequence_than_the_context_is_refused():
         model.logits(torch.zeros(1, 33, dtype=torch.long))
 
 
+@pytest.mark.slow
 def test_compiled_parts_equal_eager_and_compile_once_for_all_layers():
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

@@ -125,6 +125,7 @@ def test_on_sizes_and_firing_that_were_not_timed_the_chosen_engine_is_near_the_f
     assert max(cells) <= 0.15
 
 
+@pytest.mark.slow
 def test_steps_in_what_dense_takes_are_known():
     machine = InWaves()
     costs, _ = measured_on(machine)

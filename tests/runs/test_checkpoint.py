@@ -481,6 +481,7 @@ def test_killed_before_any_file_operation(tmp_path, ranks):
     assert outcomes == {(2, 2), (2, 20), (3, 3)}
 
 
+@pytest.mark.slow
 def test_killed_at_random_instants(tmp_path, ranks):
     """One run of six victims, each resuming where the one before was killed."""
     folder, choice = tmp_path / "c", random.Random(0)

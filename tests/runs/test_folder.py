@@ -35,6 +35,7 @@ def config(tmp_path):
     return small_config(f"run.root={tmp_path}", "run.name=r")
 
 
+@pytest.mark.slow
 def test_the_lock_ends_with_the_process_that_took_it_though_a_forked_one_lives_on(tmp_path):
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path], stdout=subprocess.PIPE, text=True)
     forked = int(holder.stdout.readline())

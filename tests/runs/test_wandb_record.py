@@ -81,6 +81,7 @@ def kept(folder, *steps):
 
 
 @pytest.mark.parametrize("kind", ["dead", wandb_server.SILENT, 403, wandb_server.RUBBISH])
+@pytest.mark.slow
 def test_a_server_that_does_not_take_a_record_means_an_offline_one_with_every_row(real, monkeypatch, kind):
     with wandb_server.serving(wandb_server.OK if kind == "dead" else kind) as server:
         monkeypatch.setenv("WANDB_BASE_URL", wandb_server.dead_url() if kind == "dead" else server.url)
@@ -97,6 +98,7 @@ def test_a_server_that_does_not_take_a_record_means_an_offline_one_with_every_ro
 
 
 @pytest.mark.parametrize("kind", [wandb_server.SILENT, 403])
+@pytest.mark.slow
 def test_a_server_that_fails_while_a_run_goes_on_costs_no_row_and_no_time(real, monkeypatch, capsys, kind):
     with wandb_server.serving() as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
@@ -230,6 +232,7 @@ def test_a_record_names_no_host_no_command_line_and_no_folders(real, monkeypatch
         assert secret.encode() not in content, secret
 
 
+@pytest.mark.slow
 def test_a_record_is_in_the_runs_folder_wherever_the_process_works_that_writes_it(tmp_path):
     """wandb's own process is that of a parent, which may work in another folder."""
     code = (

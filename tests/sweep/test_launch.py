@@ -86,6 +86,7 @@ def test_a_signal_reaches_the_command_once_and_the_sweep_goes_on(tmp_path, numbe
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the death of a parent is a signal on Linux only")
+@pytest.mark.slow
 def test_a_command_ends_with_a_sweep_that_is_killed_and_the_next_one_waits_for_it(tmp_path, capfd):
     log = tmp_path / "log"
     sweep = (

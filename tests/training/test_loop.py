@@ -462,6 +462,7 @@ def said_of(folder, step):
 
 @pytest.mark.usefixtures("quick_ending")
 @pytest.mark.parametrize("step", [8, 12])
+@pytest.mark.slow
 def test_a_validation_that_ends_the_run_costs_no_checkpoint_and_the_resume_does_it(step, tmp_path):
     """As after a kill between the two. Rows, checkpoints and cards equal those of an undisturbed run."""
     with small_trainer(tmp_path / "straight", *SAVED_AND_SCORED) as trainer:
@@ -535,6 +536,7 @@ def test_a_checkpoint_that_was_saved_after_its_row_as_before_0_1_0_goes_on(tmp_p
     assert differences(untimed_rows(tmp_path / "run"), untimed_rows(tmp_path / "straight")) == []
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_lacks_values_is_refused_by_what_it_lacks(tmp_path):
     with small_trainer(tmp_path / "run") as trainer:
         save = trainer.checkpoints.save
@@ -545,6 +547,7 @@ def test_a_checkpoint_that_lacks_values_is_refused_by_what_it_lacks(tmp_path):
         trainer.fit()
 
 
+@pytest.mark.slow
 def test_resume_restores_the_random_state_and_a_finished_run_stays_as_it_is(tmp_path, capsys):
     with small_trainer(tmp_path / "run") as trainer:
         torch.manual_seed(7)
@@ -558,6 +561,7 @@ def test_resume_restores_the_random_state_and_a_finished_run_stays_as_it_is(tmp_
     assert "run has a checkpoint at step 12; all 12 steps are done" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_named_and_replaced_only_on_request(tmp_path):
     with small_trainer(tmp_path / "run", "run.checkpoint_every=6") as trainer:
         trainer.fit()

@@ -217,6 +217,7 @@ def test_a_resumed_run_grows_and_computes_as_one_that_was_not_stopped(tmp_path):
 
 
 @pytest.mark.usefixtures("fast_decisions")
+@pytest.mark.slow
 def test_a_growth_whose_real_passes_run_out_of_memory_is_not_taken_and_not_tried_again(tmp_path, capsys):
     rows, _, tried = growing(tmp_path / "run", lambda step: step >= 4, most=lambda: 4)
     assert (sizes(rows), tried) == ([4] * 30, [4, 8])
@@ -237,6 +238,7 @@ def out_of_memory_once(trainer, step, call):
 
 
 @pytest.mark.usefixtures("fast_decisions")
+@pytest.mark.slow
 def test_a_resume_with_another_part_of_the_gpu_chooses_anew(tmp_path):
     def run(sequences, steps):
         with small_trainer(tmp_path / "run", *AUTO, f"training.steps={steps}") as trainer:
@@ -263,6 +265,7 @@ def test_a_step_that_runs_out_of_memory_is_done_again_with_half_as_many_sequence
         assert_same(ours, trained(trainer, 2))
 
 
+@pytest.mark.slow
 def test_a_compiled_run_may_halve_as_often_as_it_has_to(tmp_path, monkeypatch):
     """Each size is a graph of the layers with gradients and, in validation, one without; dynamo keeps eight."""
     torch._dynamo.reset()

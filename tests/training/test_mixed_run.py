@@ -19,6 +19,7 @@ from sparsellm.runs.metrics import history
 from sparsellm.training.loop import Trainer
 
 
+@pytest.mark.slow
 def test_a_run_validates_each_source_of_its_mix(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     draw, words = random.Random(0), ["gate", "the", "of", "layer", "7", "(x)"]

@@ -312,6 +312,7 @@ def fine_rooms(monkeypatch):
 
 @pytest.mark.usefixtures("fine_rooms")
 @pytest.mark.parametrize("stop_after", [1, 2, 9, 10], ids=lambda step: f"step {step}")
+@pytest.mark.slow
 def test_a_resumed_run_has_the_plans_of_one_that_never_stopped(stop_after, tmp_path):
     straight, tensors = fit(tmp_path / "straight")
     assert straight[1] == straight[2] == [START] * 2

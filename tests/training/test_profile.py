@@ -25,6 +25,7 @@ def steps(trace: Path) -> list[int]:
     return [int(name.removeprefix("step ")) for name in sorted(named)]
 
 
+@pytest.mark.slow
 def test_the_steps_that_were_asked_for_are_traced_once(tmp_path, capsys, monkeypatch):
     with small_trainer(tmp_path, *TRACED) as trainer:
         signal_after(trainer, 8)
@@ -41,6 +42,7 @@ def test_the_steps_that_were_asked_for_are_traced_once(tmp_path, capsys, monkeyp
     assert not any((tmp_path / "profile").iterdir())
 
 
+@pytest.mark.slow
 def test_a_run_that_stops_among_them_traces_both_parts(tmp_path):
     traced = ["runtime.profile_steps=[2,6]", "logging.every=1"]
     for last in (3, None):

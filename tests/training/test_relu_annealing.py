@@ -69,6 +69,7 @@ def trained(folder, *overrides):
     return state, untimed_rows(folder)
 
 
+@pytest.mark.slow
 def test_the_gate_changes_with_the_tokens_and_a_resume_goes_on_exactly(tmp_path):
     straight, rows = trained(tmp_path / "r")
     assert [row["relu_share"] for row in rows] == pytest.approx([min(1, step / 5) for step in range(1, 13)])
@@ -99,6 +100,7 @@ def test_the_kernels_have_no_part_in_it_until_the_gate_is_a_relu(tmp_path):
         assert counted == [step in (9, 10) for step in range(1, 13)]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_blocks_of_its_last_step_before_the_next_one(tmp_path):
     """The next step may decide how many sequences fit, before it computes."""
     for steps, mixed in ((4, True), (5, False)):

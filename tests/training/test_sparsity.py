@@ -39,6 +39,7 @@ def test_means_divide_by_what_they_are_taken_over():
 
 
 @pytest.mark.parametrize("batch_size", [4, 8])
+@pytest.mark.slow
 def test_rows_have_the_coefficient_in_force_whatever_the_batch_size(batch_size, tmp_path):
     overrides = [*WARMUP, f"training.batch_size={batch_size}", f"training.steps={96 // batch_size}", "logging.every=1"]
     with small_trainer(tmp_path / "run", *overrides) as trainer:

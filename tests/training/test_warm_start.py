@@ -69,6 +69,7 @@ def tensors(path):
     return load_file(path / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_a_run_takes_architecture_tokenizer_and_weights_and_a_resume_needs_none_of_them(run, tmp_path, capsys):
     assert run(prepare_data, "init_from=./source") == 0
     start = ["init_from=./source", *STANDS_STILL, "run.name=still"]
@@ -101,6 +102,7 @@ def test_a_run_takes_architecture_tokenizer_and_weights_and_a_resume_needs_none_
     assert "init_from=./source does not exist" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_or_a_checkpoint_as_the_source_gives_its_tokenizer_too(run, tmp_path):
     assert run(prepare_data, "init_from=source") == 0
     assert run(train, "init_from=source", "run.name=first", "runtime.precision=bfloat16") == 0
@@ -119,6 +121,7 @@ def test_a_run_or_a_checkpoint_as_the_source_gives_its_tokenizer_too(run, tmp_pa
     assert run(train, *again) == 0  # the resume does not look at the source
 
 
+@pytest.mark.slow
 def test_a_run_gone_on_with_from_its_checkpoint_takes_the_tokens_that_it_was_trained_on(run, tmp_path, capsys):
     own = ["data.tokenizer_vocab_size=320", "model.vocab_size=320"]
     assert run(prepare_data, *own) == run(train, *own, "sparsity=dense_silu", "run.name=dense") == 0
@@ -284,6 +287,7 @@ def test_a_source_on_the_hub_whose_weights_have_other_shapes_leaves_nothing_behi
     assert run(train, *start) == 0
 
 
+@pytest.mark.slow
 def test_a_source_whose_weights_are_damaged_or_have_changed_is_named(run, tmp_path, capsys):
     assert run(prepare_data, "init_from=source") == 0
     file = tmp_path / "source/model.safetensors"
