@@ -7,7 +7,8 @@ at steps that all have logged; nonzero activations per token, mean over layers (
 lines show the layers of the first ReLU run). Bottom row: held-out cross entropy over the time of the steps; over steps,
 tokens per second and, for runs on a GPU, the peak memory of tensors.
 
---json OUT writes a line of JSON for each run: its configuration, and some 80 of its rows.
+--json OUT writes a line of JSON for each run: its configuration, some 80 of its rows, and "saved_by", the command,
+machine, commit and versions of this process.
 
 The table has last values, and the time of each run's steps, in total and until its held-out cross entropy was as low as
 that of the worst run at its end, computed from tokens per second of logged steps, without validations and checkpoints.
@@ -33,6 +34,7 @@ from sparsellm.config import load, to_dict
 from sparsellm.figures import BLUE, ORANGE, STYLE, from_zero, legend_below, plain, saved
 from sparsellm.runs.layout import CONFIG
 from sparsellm.runs.metrics import METRICS, read
+from sparsellm.system.provenance import provenance
 
 Rows = list[dict[str, Any]]
 LAST_ROWS, FIRST_ROWS = 48, 32  # kept of a run, evenly and by logarithm
@@ -224,7 +226,10 @@ def main() -> None:
     if args.json:
         configs = [to_dict(load(folder / CONFIG)) for folder in folders.values()]
         lines = zip(runs.items(), configs, strict=True)
-        found = [{"name": name, "config": config, "rows": thinned(rows)} for (name, rows), config in lines]
+        found = [
+            {"name": name, "config": config, "rows": thinned(rows), "saved_by": provenance()}
+            for (name, rows), config in lines
+        ]
         args.json.write_text("".join(json.dumps(line, allow_nan=False) + "\n" for line in found))
 
 

@@ -6,7 +6,7 @@
 
 Runs are given as run folders, or as files with one line of JSON per run: {"name", "config", "rows", "task_rows"}.
 "rows" holds about 80 rows of its metrics, and "task_rows" the number of rows that `evaluate` scored per task. --save
-OUT writes such a file.
+OUT writes such a file; "saved_by" is the command, machine, commit and versions of the process that read the folder.
 
 OUTPUT_sweep.png: cross entropy, nonzeros, dead neurons and accuracy against the L1 coefficient; nonzeros and dead
 neurons over training tokens. OUTPUT_dead.png: remedies for dead neurons, compared with plain runs at the same
@@ -39,6 +39,7 @@ from sparsellm.evaluation.tasks import TASKS
 from sparsellm.figures import GREY, STYLE, chance_line, from_zero, legend_below, percent, plain, saved
 from sparsellm.runs.layout import CONFIG, EVALUATION, checkpoint
 from sparsellm.runs.metrics import METRICS, read
+from sparsellm.system.provenance import provenance
 
 Row = dict[str, Any]
 LOSSES = 0.01, 0.02  # relative increases of cross entropy for which the coefficient is reported
@@ -63,7 +64,8 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
         tasks = found["tasks"]
         rows[-1]["evaluation"] = {name: task["score"] for name, task in tasks.items()} | {"mean": found["mean"]}
     task_rows = {name: task["rows"] for name, task in tasks.items()}
-    return [{"name": path.resolve().name, "config": definition(config), "rows": rows, "task_rows": task_rows}]
+    line = {"name": path.resolve().name, "config": definition(config), "rows": rows, "task_rows": task_rows}
+    return [line | {"saved_by": provenance()}]
 
 
 def remedy(config: dict[str, Any]) -> str | None:

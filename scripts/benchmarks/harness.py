@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from sparsellm.system.provenance import provenance
+
 
 def parser(description: str | None) -> argparse.ArgumentParser:
     """A parser that prints `description` unformatted in --help, with the option --json OUT."""
@@ -46,6 +48,7 @@ def table(rows: Iterable[dict[str, str]]) -> None:
 
 
 def write(out: Path | None, found: Any) -> None:
-    """Write the --json file, if requested."""
+    """Write the --json file, if requested: how the results were made, then the keys of `found`, or "results"."""
     if out is not None:
-        out.write_text(json.dumps(found, indent=1, default=str))
+        results = found if isinstance(found, dict) else {"results": found}
+        out.write_text(json.dumps(provenance() | results, indent=1, default=str) + "\n")

@@ -17,6 +17,7 @@ from sparsellm.runs.locate import locate, text_mistakes
 from sparsellm.runs.precision import computation, default_on, dtype_name
 from sparsellm.system.console import say, warn
 from sparsellm.system.files import write_whole
+from sparsellm.system.provenance import provenance
 from sparsellm.training.memory import give_back
 
 COUNTED_AT_ONCE = 8  # batch size for counting firing neurons
@@ -57,7 +58,7 @@ def benchmark(config: BenchmarkConfig) -> tuple[dict[str, Any], Path]:
                 "no energy: " + ("not measured on a CPU" if ranks.device.type == "cpu" else "NVML has no counter")
             )
         on_gpu = ranks.device.type == "cuda"
-        results = {
+        results = provenance() | {
             "device": torch.cuda.get_device_name(ranks.device) if on_gpu else "CPU",
             "torch": torch.__version__,
             "dtype": dtype_name(dtype),

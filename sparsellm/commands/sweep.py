@@ -4,7 +4,7 @@
 
 Every key of sparsellm.train accepts a list of values; each combination is an ordinary run, trained on all GPUs of this
 machine and evaluated with the options evaluate.*. sweep.parallel=N trains N runs at once, each on its own GPUs. Repeat
-the command to resume: it skips finished work. Writes sweep.csv, sweep.md, sweep.png, sweep.pdf and one log per run to
+the command to resume: it skips finished work. Writes sweep.csv, .json, .md, .png, .pdf and one log per run to
 sweeps/NAME/. sweep.benchmark=true also benchmarks each run. sweep.mode=print prints the commands instead of running
 them, and sweep.mode=slurm writes a script for a SLURM job array.
 

@@ -1,5 +1,9 @@
-"""Writes sweep.csv, sweep.md, sweep.png and sweep.pdf in the sweep's folder, always from the files of its runs."""
+"""Writes sweep.csv, .json, .md, .png and .pdf in the sweep's folder, always from the files of its runs.
 
+sweep.json has the rows of sweep.csv, and the command, machine, commit and versions that made them.
+"""
+
+import json
 from contextlib import suppress
 
 from sparsellm.figures import drawn
@@ -7,6 +11,7 @@ from sparsellm.sweep import figure, table
 from sparsellm.sweep.plan import COEFFICIENT, Sweep
 from sparsellm.system import locks, regular
 from sparsellm.system.files import write_whole
+from sparsellm.system.provenance import provenance
 
 NAME = "sweep"
 
@@ -25,7 +30,8 @@ def write_all(sweep: Sweep) -> tuple[str, str | None]:
             write_whole(sweep.folder / f"{NAME}.csv", table.as_csv(rows).encode())
             pictures = drawn({NAME: lambda: figure.draw(sweep, rows)}).get(NAME)
             image = f"\n![{sweep.name}]({NAME}.png)\n" if pictures else ""
-            files = {"md": f"# {sweep.name}\n\n{markdown}{image}".encode()} | (pictures or {})
+            files = {"json": (json.dumps(provenance() | {"rows": rows}, indent=1) + "\n").encode()}
+            files |= {"md": f"# {sweep.name}\n\n{markdown}{image}".encode()} | (pictures or {})
             for kind, content in files.items():
                 write_whole(sweep.folder / f"{NAME}.{kind}", content)
     except Exception as error:  # a full disk, or bad files of an evaluation: the sweep continues

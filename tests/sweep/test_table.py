@@ -264,6 +264,10 @@ def test_the_same_numbers_give_the_same_files(swept):
 
     def files():
         report.write_all(sweep)
+        written = json.loads((sweep.folder / "sweep.json").read_text())
+        assert written["rows"] == table.rows(sweep)
+        assert {"command", "machine", "date", "commit", "versions"} < written.keys()
+        (sweep.folder / "sweep.json").unlink()  # has a date
         return {path.name: path.read_bytes() for path in sweep.folder.iterdir()}
 
     first = files()
@@ -290,7 +294,7 @@ def test_a_figure_or_a_table_that_fails_is_a_sentence(swept, monkeypatch, capsys
     monkeypatch.setattr(report.figure, "draw", fails)
     _, unwritten = report.write_all(sweep)
     assert unwritten is None
-    assert {path.name for path in sweep.folder.iterdir()} == {"sweep.csv", "sweep.md", "lock"}
+    assert {path.name for path in sweep.folder.iterdir()} == {"sweep.csv", "sweep.json", "sweep.md", "lock"}
     assert "sweep cannot be drawn (ValueError: not to be drawn)" in capsys.readouterr().err
 
 
