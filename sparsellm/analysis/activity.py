@@ -4,13 +4,14 @@ Letters: S sequences, T their length, L layers, N neurons. A neuron fires on a t
 model's dtype, is not zero. Activations are freed layer by layer; L counts of 4 bytes per token are kept.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from sparsellm.inference.matching import feedforward_blocks
 from sparsellm.ops.reference import union
@@ -33,6 +34,23 @@ class Activity:
     @property
     def tokens(self) -> int:
         return self.blocks.size
+
+    @property
+    def neurons(self) -> int:
+        return self.fired.shape[1]
+
+
+def passes(
+    model: "PreTrainedModel", blocks: Tensor, batch_size: int, hooks: Sequence[RemovableHandle]
+) -> Iterator[Tensor]:
+    """Run `model` on `blocks` [S, T] without computing logits, and yield each batch. Removes `hooks` at the end."""
+    try:
+        for batch in blocks.split(batch_size):
+            model.base_model(input_ids=batch.to(model.device), use_cache=False)
+            yield batch
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @torch.inference_mode()
@@ -57,18 +75,12 @@ def count(
         fired[layer] += ones.sum(0).long()
         per_token.append(ones.sum(-1).int())
 
-    hooks = [layer.act_fn.register_forward_hook(see) for layer in layers]
     counts, seen_tiles = [], 0
-    try:
-        for batch in blocks.split(batch_size):
-            per_token.clear()
-            model.base_model(input_ids=batch.to(device), use_cache=False)  # without the logits
-            counts.append(torch.stack(per_token, -1).view(*batch.shape, len(layers)).cpu())
-            seen_tiles += tiles(batch.numel(), TOKEN_TILE)
-            advance(len(batch))
-    finally:
-        for hook in hooks:
-            hook.remove()
+    for batch in passes(model, blocks, batch_size, [layer.act_fn.register_forward_hook(see) for layer in layers]):
+        counts.append(torch.stack(per_token, -1).view(*batch.shape, len(layers)).cpu())
+        per_token.clear()
+        seen_tiles += tiles(batch.numel(), TOKEN_TILE)
+        advance(len(batch))
     return Activity(
         blocks.numpy(), torch.cat(counts).numpy(), fired.cpu().numpy(), unions.cpu().numpy(), seen_tiles
     )  # fmt: skip

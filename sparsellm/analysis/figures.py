@@ -1,8 +1,6 @@
 """Draws the analysis as PNG files in memory; the same numbers give the same bytes."""
 
-from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import matplotlib
@@ -14,8 +12,8 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from sparsellm.analysis.activity import Activity
-from sparsellm.analysis.numbers import by_position, octaves
-from sparsellm.analysis.report import BY_LAYER, BY_POSITION, FREQUENCY, SPEEDUP, UNION
+from sparsellm.analysis.numbers import by_position, position_bins
+from sparsellm.analysis.report import BY_CLASS, BY_LAYER, BY_POSITION, FIGURES, FREQUENCY, SPEEDUP, UNION, fitted
 from sparsellm.figures import (
     BLUE,
     GREY,
@@ -33,35 +31,28 @@ from sparsellm.figures import (
 )
 from sparsellm.ops.twell import TOKEN_TILE
 
-BINS_PER_OCTAVE = 4  # of positions, on the logarithmic axis
-
 Row = dict[str, Any]
 
 
-def draw(title: str, activity: Activity, layers: list[Row], speeds: list[Row] | None) -> dict[str, bytes]:
-    """{file name: content}. `title`: what was analyzed."""
-    neurons = activity.fired.shape[1]
-    pictures: dict[str, Callable[[Axes], None]] = {
-        BY_LAYER: lambda axes: _by_layer(axes, layers, neurons),
-        BY_POSITION: lambda axes: _by_position(axes, activity),
-        FREQUENCY: lambda axes: _frequency(axes, activity),
-        UNION: lambda axes: _union(axes, layers, neurons),
-    }
-    if speeds:
-        pictures[SPEEDUP] = lambda axes: _speedup(axes, speeds)
+def draw(title: str, results: Row, activity: Activity) -> dict[str, bytes]:
+    """{file name: content} of report.FIGURES. `title`: what was analyzed."""
+    pictures = {
+        BY_LAYER: _by_layer, BY_POSITION: _by_position, BY_CLASS: _by_class, FREQUENCY: _frequency, UNION: _union,
+    } | ({SPEEDUP: _speedup} if results["speed"] else {})  # fmt: skip
 
-    def panel(picture: Callable[[Axes], None]) -> bytes:
+    def panel(name: str) -> bytes:
         with matplotlib.rc_context(STYLE):
             figure = Figure(figsize=PANEL, layout="constrained")
-            figure.suptitle(title)
-            picture(figure.subplots())
+            figure.suptitle(f"{FIGURES[name]}\n{title}")
+            pictures[name](figure.subplots(), results, activity)
             return saved(figure)
 
-    return drawn({name: partial(panel, picture) for name, picture in pictures.items()})
+    return drawn({name: partial(panel, name) for name in pictures})
 
 
-def _by_layer(axes: Axes, layers: list[Row], neurons: int) -> None:
+def _by_layer(axes: Axes, results: Row, activity: Activity) -> None:
     """Box plot by layer: boxes from 25% to 75% of tokens, whiskers from 1% to 99%, on a logarithmic axis."""
+    layers = results["layers"]
     boxes = [
         {"med": n["median"], "q1": n["p25"], "q3": n["p75"], "whislo": n["p01"], "whishi": n["p99"]}
         for n in (row["nonzeros"] for row in layers)
@@ -75,7 +66,7 @@ def _by_layer(axes: Axes, layers: list[Row], neurons: int) -> None:
     )  # fmt: skip
     axes.plot(where, [row["nonzeros"]["mean"] for row in layers], "o", color=ORANGE, markersize=4, label="mean")
     axes.plot(where, [row["nonzeros"]["max"] for row in layers], "_", color=GREY, markersize=7, label="largest")
-    axes.set(xlabel="layer", ylabel=f"nonzeros per token, of {neurons:,}", ylim=(0, None))
+    axes.set(xlabel="layer", ylabel=f"nonzeros per token, of {activity.neurons:,}", ylim=(0, None))
     plain(axes.yaxis)
     _layer_ticks(axes, len(layers))
     box, whiskers = Patch(facecolor=BLUE, alpha=0.35), Line2D([], [], color=BLUE)
@@ -83,20 +74,37 @@ def _by_layer(axes: Axes, layers: list[Row], neurons: int) -> None:
     legend_above(axes, [box, whiskers, mean, largest], ["25% to 75%", "1% to 99%", "mean", "largest"])
 
 
-def _by_position(axes: Axes, activity: Activity) -> None:
-    means, neurons = by_position(activity), activity.fired.shape[1]
-    edges = octaves(len(means), BINS_PER_OCTAVE)
-    bins = list(pairwise(edges))
-    middles = [(first + 1 + last) / 2 for first, last in bins]  # positions counted from 1, for the logarithm
-    for layer, color in enumerate(layer_colors(axes, means.shape[1])):
-        axes.plot(middles, [means[a:b, layer].mean() for a, b in bins], color=color)
-    axes.set(xscale="log", xlabel="position in the sequence, from 1", ylabel=f"mean nonzeros per token, of {neurons:,}")
+def _by_position(axes: Axes, results: Row, activity: Activity) -> None:
+    """Each layer's curve, their mean, and its fit. Positions are counted from 1, for the logarithm."""
+    means = position_bins(by_position(activity))
+    positions = np.arange(activity.blocks.shape[1])
+    middles = 1 + position_bins(positions)
+    for curve, color in zip(means.T, layer_colors(axes, means.shape[1]), strict=True):
+        axes.plot(middles, curve, color=color, alpha=0.6, linewidth=0.8)
+    axes.plot(middles, means.mean(1), color="black", label="mean")
+    if fit := results["position_fit"]:
+        curve = fit["floor"] + fit["amplitude"] * position_bins(np.exp(-positions / fit["scale"]))
+        axes.plot(middles, curve, "--", color=ORANGE, label=fitted(fit))
+    legend_above(axes, *axes.get_legend_handles_labels())
+    axes.set(xscale="log", xlabel="position in the sequence, from 1")
+    axes.set(ylabel=f"mean nonzeros per token, of {activity.neurons:,}")
     logarithmic_y(axes)
     plain(axes.xaxis)
     plain(axes.yaxis)
 
 
-def _frequency(axes: Axes, activity: Activity) -> None:
+def _by_class(axes: Axes, results: Row, activity: Activity) -> None:
+    """Bars from the most active class down, with each class's share of the tokens."""
+    rows = sorted(results["token_classes"], key=lambda row: row["nonzeros"])
+    read = sum(row["tokens"] for row in rows)
+    names = [f"{row['class']}, {row['tokens'] / read:.1%}" for row in rows]
+    axes.bar_label(axes.barh(names, [row["nonzeros"] for row in rows], color=BLUE), fmt="{:,.1f}", padding=2)
+    axes.set(xlabel=f"mean nonzeros per token, of {activity.neurons:,}")
+    axes.margins(x=0.15)  # for the numbers beside the bars
+    plain(axes.xaxis)
+
+
+def _frequency(axes: Axes, _: Row, activity: Activity) -> None:
     """Firing rates of each layer's neurons, from the busiest to the last that fired."""
     for fired, color in zip(activity.fired, layer_colors(axes, len(activity.fired)), strict=True):
         alive = np.sort(fired[fired > 0])[::-1] / activity.tokens
@@ -104,12 +112,13 @@ def _frequency(axes: Axes, activity: Activity) -> None:
     if activity.fired.any():
         axes.set_xscale("log")
     logarithmic_y(axes)
-    axes.set(xlabel=f"neuron of {activity.fired.shape[1]:,}, by rank", ylabel="share of tokens on which it fires")
+    axes.set(xlabel=f"neuron of {activity.neurons:,}, by rank", ylabel="share of tokens on which it fires")
     plain(axes.xaxis)
     percent(axes.yaxis)
 
 
-def _union(axes: Axes, layers: list[Row], neurons: int) -> None:
+def _union(axes: Axes, results: Row, activity: Activity) -> None:
+    layers, neurons = results["layers"], activity.neurons
     where = np.arange(len(layers))
     alive = axes.bar(where, [1 - row["dead"] / neurons for row in layers], 0.75, color="0.9")
     tile = axes.bar(where, [row["union_per_tile"] / neurons for row in layers], 0.55, color=BLUE, alpha=0.75)
@@ -120,12 +129,13 @@ def _union(axes: Axes, layers: list[Row], neurons: int) -> None:
     legend_above(axes, [alive, tile, token], ["on any token", f"in a tile of {TOKEN_TILE} tokens", "on a token"])
 
 
-def _speedup(axes: Axes, speeds: list[Row]) -> None:
+def _speedup(axes: Axes, results: Row, _: Activity) -> None:
     """One point per layer, in the colour of the layer's curve in the other figures."""
-    layers = 1 + max(row["layer"] for row in speeds)
-    colors = layer_colors(axes, layers)
-    nonzeros, times = ([row[key] for row in speeds] for key in ("nonzeros", "speedup"))
-    axes.scatter(nonzeros, times, color=colors[[row["layer"] for row in speeds]], zorder=3)
+    speed = results["speed"]
+    nonzeros, times = ([row[key] for row in speed["layers"]] for key in ("nonzeros", "speedup"))
+    axes.scatter(nonzeros, times, color=layer_colors(axes, len(times)), zorder=3)
+    if (correlation := speed["correlation_with_nonzeros"]) is not None:
+        axes.set_title(f"correlation {correlation:+.2f}")
     axes.axhline(1, color=GREY, linewidth=0.8)
     axes.set(xlabel="mean nonzeros per token", ylabel="speed-up over dense PyTorch", xlim=(0, None))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}x"))

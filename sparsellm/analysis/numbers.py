@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sparsellm.analysis.activity import Activity
+from sparsellm.analysis.token_classes import CLASSES, PART_OF_A_CHARACTER
 
 if TYPE_CHECKING:  # importing transformers' models takes two seconds, too long for a refusal
     from transformers import PreTrainedTokenizerBase
@@ -18,6 +19,8 @@ TOP_SHARES = (0.01, 0.05, 0.1, 0.25)  # of a layer's neurons, the busiest
 FREQUENCY_QUANTILES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
 # The first tokens of a sequence fire more neurons, so tokens are compared after this position, or after T / 4.
 SETTLED = 64
+BINS_PER_OCTAVE = 4  # of positions, in the fit and in the figure
+SCALES = 1_000  # candidates for the scale of the fit
 SHOWN = 20  # number of most active tokens, least active tokens, and occurrences listed
 CONTEXT = 12  # tokens on either side of an occurrence
 
@@ -26,7 +29,7 @@ Row = dict[str, Any]
 
 def layers(activity: Activity) -> list[Row]:
     """One row per layer: nonzeros per token, how unequally its neurons fire, and the union over tiles of tokens."""
-    rows, neurons = [], activity.fired.shape[1]
+    rows, neurons = [], activity.neurons
     for layer, fired in enumerate(activity.fired):
         counts = activity.nonzeros[..., layer].ravel()
         total = int(fired.sum())
@@ -66,6 +69,46 @@ def octaves(length: int, per_octave: int = 1) -> list[int]:
     """0, 1, 2, 4, 8, ..., length: the edges of bins that are equal on a logarithmic axis."""
     edges = {round(2 ** (i / per_octave)) for i in range(per_octave * length.bit_length() + 1)}
     return [0, *sorted(edge for edge in edges if edge < length), length]
+
+
+def position_bins(means: np.ndarray) -> np.ndarray:
+    """Means of `means` [T, ...] over bins that are equal on a logarithmic axis, BINS_PER_OCTAVE."""
+    edges = octaves(len(means), BINS_PER_OCTAVE)
+    return np.stack([means[first:after].mean(0) for first, after in pairwise(edges)])
+
+
+def position_fit(activity: Activity) -> Row | None:
+    """The fit of nonzeros, mean over layers, by floor + amplitude * exp(-position / scale), with position from 0.
+
+    Minimizes the squared relative error over `position_bins`: otherwise the many late positions would outweigh the few
+    early ones, where the decay is. For a given scale this is linear least squares; the scale is the best of SCALES.
+    None for fewer than five bins, or if nothing fires in one of them.
+    """
+    means, fits = by_position(activity).mean(1), []
+    wanted = position_bins(means)
+    if len(wanted) < 5 or not wanted.all():
+        return None
+    for scale in np.geomspace(0.2, len(means), SCALES).tolist():
+        relative = np.stack([1 / wanted, position_bins(np.exp(-np.arange(len(means)) / scale)) / wanted], 1)
+        solution, *_ = np.linalg.lstsq(relative, np.ones(len(wanted)))
+        error = np.sqrt(np.mean((relative @ solution - 1) ** 2))
+        fits.append([float(error), *solution.tolist(), scale])
+    return dict(zip(("relative_error", "floor", "amplitude", "scale"), min(fits), strict=True))
+
+
+def token_classes(activity: Activity, classes: np.ndarray) -> list[Row]:
+    """One row per class of `token_classes.classified` that was read from position `settled` on."""
+    of, nonzeros = (counts[:, settled(activity) :] for counts in (classes, activity.nonzeros))
+    return [
+        {
+            "class": CLASSES[i],
+            "tokens": len(chosen),
+            "nonzeros": float(chosen.mean(dtype=np.float64)),
+            "nonzeros_per_layer": chosen.mean(0, dtype=np.float64).tolist(),
+        }
+        for i in np.unique(of).tolist()
+        for chosen in [nonzeros[of == i]]
+    ]
 
 
 def settled(activity: Activity) -> int:
@@ -119,16 +162,21 @@ def occurrences(activity: Activity, tokenizer: "PreTrainedTokenizerBase") -> lis
 def spelled(tokenizer: "PreTrainedTokenizerBase", token: int) -> str:
     """A token as text, or its vocabulary entry if it is only part of a character."""
     text = tokenizer.decode([token])
-    return str(tokenizer.convert_ids_to_tokens(token) if "\N{REPLACEMENT CHARACTER}" in text else text)
+    return str(tokenizer.convert_ids_to_tokens(token) if PART_OF_A_CHARACTER in text else text)
 
 
 def neurons(activity: Activity) -> list[Row]:
     """One row per neuron, by layer and busiest first: the number and the fraction of tokens on which it fired."""
     return [
-        {"layer": layer, "rank": rank, "neuron": neuron, "fired": int(fired[neuron]), "frequency": share}
+        {
+            "layer": layer,
+            "rank": rank,
+            "neuron": i,
+            "fired": int(fired[i]),
+            "frequency": int(fired[i]) / activity.tokens,
+        }
         for layer, fired in enumerate(activity.fired)
-        for rank, neuron in enumerate(np.argsort(-fired, kind="stable").tolist())
-        for share in [int(fired[neuron]) / activity.tokens]
+        for rank, i in enumerate(np.argsort(-fired, kind="stable").tolist())
     ]
 
 

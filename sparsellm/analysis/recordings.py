@@ -15,13 +15,15 @@ model of four layers or fewer, which has no layer 4.
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from sparsellm.analysis.activity import passes
 from sparsellm.inference.matching import feedforward_blocks
 from sparsellm.system.files import whole
 
@@ -32,11 +34,6 @@ FIRING = "firing_patterns.npz"
 LAYER = 4  # whose input and gate weight are recorded
 INPUT, GATE_WEIGHT = f"layer{LAYER}_input_bf16.npy", f"layer{LAYER}_gate_weight_bf16.npy"
 TOKENS, INPUT_TOKENS = 16_384, 4_096  # at most
-
-
-def other_recordings(folder: Path) -> list[str]:
-    """Other recordings already in `folder`, by name: the scripts expect a folder with one recording."""
-    return sorted(path.name for path in folder.glob("firing_patterns*.npz") if path.name != FIRING)
 
 
 @torch.no_grad()
@@ -53,40 +50,28 @@ def write(
     """
     layers: list[Any] = [*feedforward_blocks(model)]
     neurons = layers[0].up_proj.out_features
-    count_type = (
-        np.uint16 if neurons < 2**16 else np.uint32
-    )  # column indices are at most N - 1 and always fit in 16 bits
+    # Column indices are at most N - 1 and always fit in 16 bits; counts are at most N.
+    count_type = np.uint16 if neurons < 2**16 else np.uint32
     row_counts: list[list[np.ndarray]] = [[] for _ in layers]
     columns: list[list[np.ndarray]] = [[] for _ in layers]
     inputs: list[Tensor] = []
 
-    def see(layer: int, output: Tensor) -> None:
+    def see(layer: int, _activation: nn.Module, _inputs: tuple, output: Tensor) -> None:
         active = output.flatten(0, -2) != 0
         row_counts[layer].append(active.sum(1).cpu().numpy().astype(count_type))
         columns[layer].append(active.nonzero()[:, 1].cpu().numpy().astype(np.uint16))
 
-    hooks = [
-        block.act_fn.register_forward_hook(lambda _block, _inputs, output, layer=layer: see(layer, output))
-        for layer, block in enumerate(layers)
-    ]
-    if len(layers) > LAYER:
-        hooks.append(
-            layers[LAYER].register_forward_pre_hook(
-                lambda _block, args: inputs.append(args[0].flatten(0, -2).bfloat16().cpu())
-            )
-        )
-    try:
-        for batch in blocks[: recorded_sequences(blocks)].split(batch_size):
-            model.base_model(input_ids=batch.to(model.device), use_cache=False)
-            advance(len(batch))
-    finally:
-        for hook in hooks:
-            hook.remove()
+    def keep(_block: nn.Module, args: tuple) -> None:
+        inputs.append(args[0].flatten(0, -2).bfloat16().cpu())
+
+    hooks = [block.act_fn.register_forward_hook(partial(see, layer)) for layer, block in enumerate(layers)]
+    hooks += [block.register_forward_pre_hook(keep) for block in layers[LAYER : LAYER + 1]]
+    for batch in passes(model, blocks[: recorded_sequences(blocks)], batch_size, hooks):
+        advance(len(batch))
 
     arrays: dict[str, Any] = {"neurons": np.array(neurons)}
-    for layer in range(len(layers)):
-        arrays[f"layer{layer}_row_counts"] = np.concatenate(row_counts[layer])
-        arrays[f"layer{layer}_cols"] = np.concatenate(columns[layer])
+    arrays |= {f"layer{i}_row_counts": np.concatenate(parts) for i, parts in enumerate(row_counts)}
+    arrays |= {f"layer{i}_cols": np.concatenate(parts) for i, parts in enumerate(columns)}
     with whole(folder / FIRING) as file:
         np.savez_compressed(file, **arrays)
     bits = {}

@@ -6,7 +6,7 @@ OUTPUT/
   positions.csv           a row per position: mean nonzeros of each layer
   tokens.csv              a row per token of the vocabulary that was read
   neurons.csv             a row per neuron: on how many tokens it fired, the busiest of a layer first
-  *.png                   nonzeros by layer and by position, firing frequencies, unions; with a GPU, speedups
+  *.png                   FIGURES
 """
 
 import csv
@@ -23,7 +23,15 @@ from sparsellm.system.files import write_whole
 ANALYSIS_JSON = "analysis.json"
 BY_LAYER, BY_POSITION, FREQUENCY = "nonzeros_by_layer.png", "nonzeros_by_position.png", "firing_frequency.png"
 UNION, SPEEDUP = "union_by_layer.png", "speedup.png"
-PICTURES = (BY_LAYER, BY_POSITION, FREQUENCY, UNION, SPEEDUP)
+BY_CLASS = "nonzeros_by_token_class.png"
+FIGURES = {
+    BY_LAYER: "Nonzeros per layer",
+    BY_POSITION: "Nonzeros by position, with exponential fit",
+    BY_CLASS: "Nonzeros by token class",
+    SPEEDUP: "Speedup and nonzeros of each layer",  # only where layers were timed
+    FREQUENCY: "Firing frequency of neurons",
+    UNION: f"Neurons that fire in tiles of {TOKEN_TILE} tokens",
+}
 LINES = 5  # tokens of each kind on screen
 
 Row = dict[str, Any]
@@ -43,18 +51,10 @@ def write_all(folder: Path, results: Row, activity: Activity, types: list[Row]) 
         "neurons.csv": as_csv(numbers.neurons(activity)),
         ANALYSIS_JSON: (json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode(),
     }
-    for name in (ANALYSIS_JSON, *PICTURES):  # analysis.json is absent while the files are of two analyses
+    for name in (ANALYSIS_JSON, *FIGURES):  # analysis.json is absent while the files are of two analyses
         (folder / name).unlink(missing_ok=True)
     for name, content in files.items():
         write_whole(folder / name, content)
-
-
-def title(results: Row) -> str:
-    """ "NAME, step 400" for a checkpoint of a run, otherwise the name that was given."""
-    folder = Path(results["checkpoint"])
-    if results["step"] is None:
-        return results["checkpoint"]
-    return f"{folder.resolve().parents[1].name}, step {results['step']:,}"
 
 
 def as_csv(rows: list[Row]) -> bytes:
@@ -88,10 +88,10 @@ def table(results: Row) -> str:
         [
             str(row["layer"]), f"{n['mean']:,.1f}", f"{n['median']:,.0f}", f"{n['p99']:,.0f}", f"{n['max']:,.0f}",
             f"{row['zeros']:.2%}", f"{row['union_per_tile']:,.0f}", f"{row['dead']:,}",
-            percent(row["share_of_top"]["0.05"]),
+            "-" if top is None else f"{top:.0%}",
         ]
         for row in results["layers"]
-        for n in [row["nonzeros"]]
+        for n, top in [(row["nonzeros"], row["share_of_top"]["0.05"])]
     ]  # fmt: skip
     if speed:
         header += ["engine", "speed-up"]
@@ -110,6 +110,10 @@ def table(results: Row) -> str:
             for row in results["positions"]
         ),
     ]
+    if fit := results["position_fit"]:
+        lines.append(f"exponential fit, position from 0: {fitted(fit)}, relative error {fit['relative_error']:.1%}")
+    classes = "  ".join(f"{row['class']} {row['nonzeros']:,.1f}" for row in results["token_classes"])
+    lines.append(f"by token class, from position {tokens['from_position']} on: {classes}")
     if tokens["most_active"]:
         for name in ("most_active", "least_active"):
             shown = "  ".join(f"{row['token']!r} {row['nonzeros']:,.1f}" for row in tokens[name][:LINES])
@@ -123,8 +127,9 @@ def table(results: Row) -> str:
     return "\n".join(lines)
 
 
-def percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.0%}"
+def fitted(fit: Row) -> str:
+    """The formula of numbers.position_fit."""
+    return f"{fit['floor']:.3g} + {fit['amplitude']:.3g} exp(-position / {fit['scale']:.3g})"
 
 
 def aligned(rows: list[list[str]]) -> list[str]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from sparsellm.analysis.activity import passes
 from sparsellm.inference.engine_choice import NeuronMajor
 from sparsellm.inference.matching import PROJECTIONS, feedforward_blocks
 from sparsellm.ops import Plan, backend
@@ -22,42 +23,32 @@ if TYPE_CHECKING:  # importing transformers' models takes two seconds, too long 
 TOKENS = 16_384  # upper bound, in whole sequences; enough to fill the GPU
 ROUNDS = 20
 
-Candidates = dict[str, Callable[[], object]]
+Candidates = dict[str, Callable[[int], object]]  # name -> one run, given the number of the round
 
 
-def layer_speeds(
-    model: "PreTrainedModel", blocks: Tensor, milliseconds: Callable[[Candidates], dict[str, float]] | None = None
-) -> list[dict[str, Any]]:
+def layer_speeds(model: "PreTrainedModel", blocks: Tensor) -> list[dict[str, Any]]:
     """One row per layer, in bfloat16, on the first `TOKENS` tokens of `blocks` (int64 [S, T]).
 
     {"layer", "tokens", "nonzeros" per token and "union" per tile, "engine": the one that an accelerated model chooses,
-    "dense_ms": of the faster of eager and compiled PyTorch, "engine_ms", "speedup"}. `milliseconds` times the
-    candidates; by default with CUDA events, on a GPU where the kernels are loaded.
+    "dense_ms": of the faster of eager and compiled PyTorch, "engine_ms", "speedup"}
     """
-    milliseconds = milliseconds or gpu_milliseconds
     rows: list[dict[str, Any]] = []
 
     def measure(block: nn.Module, inputs: tuple) -> None:
-        rows.append({"layer": len(rows), **layer_speed(block, inputs[0].flatten(0, -2), policy, milliseconds)})
+        rows.append({"layer": len(rows), **layer_speed(block, inputs[0].flatten(0, -2), policy)})
 
-    batch, found = blocks[: max(1, TOKENS // blocks.shape[1])].to(model.device), feedforward_blocks(model)
+    batch, found = blocks[: max(1, TOKENS // blocks.shape[1])], feedforward_blocks(model)
     policy = Policy()
     if backend.loaded():
         sizes = {block.get_parameter("down_proj.weight").shape for block in found}
         policy = first_use.policy_for([(width, neurons) for width, neurons in sizes], model.device)
-    hooks = [block.register_forward_pre_hook(measure) for block in found]
-    try:
-        with torch.no_grad():  # not inference mode: its tensors have no version, which detects stale copies
-            model.base_model(input_ids=batch, use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with torch.no_grad():  # not inference mode: its tensors have no version, which detects stale copies
+        for _ in passes(model, batch, len(batch), [block.register_forward_pre_hook(measure) for block in found]):
+            pass
     return rows
 
 
-def layer_speed(
-    block: nn.Module, x: Tensor, policy: Policy, milliseconds: Callable[[Candidates], dict[str, float]]
-) -> dict[str, Any]:
+def layer_speed(block: nn.Module, x: Tensor, policy: Policy) -> dict[str, Any]:
     """The row of one layer on its inputs x [M, K]."""
     gated = hasattr(block, "gate_proj")
     tensors = [t.detach().bfloat16() for t in (x, *(getattr(block, p).weight for p in PROJECTIONS[not gated :]))]
@@ -69,11 +60,11 @@ def layer_speed(
     plan = Plan(policy.choose_engine(tokens, width, neurons, nonzeros, unions), room_for(nonzeros / tokens))
     w_down_t = NeuronMajor.of(weights[-1], None).weight
     compiled = torch.compile(dense, dynamic=False)
-    times = milliseconds(
+    times = gpu_milliseconds(
         {
-            "eager": lambda: dense(x, *weights),
-            "compiled": lambda: compiled(x, *weights),
-            "engine": lambda: forward(x, w_gate, w_up, weights[-1], plan, w_down_t, False),
+            "eager": lambda _: dense(x, *weights),
+            "compiled": lambda _: compiled(x, *weights),
+            "engine": lambda _: forward(x, w_gate, w_up, weights[-1], plan, w_down_t, False),
         }
     )
     dense_ms = min(times["eager"], times["compiled"])
@@ -90,13 +81,8 @@ def layer_speed(
 
 def gpu_milliseconds(candidates: Candidates) -> dict[str, float]:
     """The median time of each candidate on the GPU. Exceptions of candidates propagate."""
-
-    def runs(candidate: Callable[[], object]) -> Callable[[int], object]:
-        return lambda _: candidate()
-
     found: dict[str, float] = {}
-    times = alternating_ms({name: runs(run) for name, run in candidates.items()}, least=ROUNDS, most=ROUNDS)
-    for name, ms in times.items():
+    for name, ms in alternating_ms(candidates, least=ROUNDS, most=ROUNDS).items():
         if isinstance(ms, Exception):
             raise ms
         found[name] = ms

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sparsellm.analysis import activity, numbers, recordings, report, speed
+from sparsellm.analysis import activity, numbers, recordings, report, speed, token_classes
 from sparsellm.analysis.errors import AnalysisError
-from sparsellm.config import AnalyzeConfig, ConfigError, analyze_mistakes, load
+from sparsellm.config import AnalyzeConfig, ConfigError, analyze_mistakes
 from sparsellm.distributed.groups import device_type
 from sparsellm.hf import conversion, hub, pretrained
 from sparsellm.inference.matching import feedforward_blocks
 from sparsellm.ops import backend
-from sparsellm.runs.layout import ANALYSIS, CONFIG
+from sparsellm.runs.layout import ANALYSIS
 from sparsellm.runs.locate import Checkpoint, CheckpointNotFound, locate, text_mistakes, unreadable
 from sparsellm.runs.precision import computation, computed_in, dtype_name
 from sparsellm.system import regular
@@ -26,7 +26,6 @@ if TYPE_CHECKING:  # importing transformers' models takes two seconds, too long 
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 COUNTING = "counting reads every activation, which PyTorch alone keeps"
-LONGEST = 2_048  # longest sequence for a model without a run, if its context allows it
 
 
 def mistakes(config: AnalyzeConfig) -> list[str]:
@@ -51,8 +50,12 @@ def analyze_checkpoint(config: AnalyzeConfig) -> tuple[dict[str, Any], Path]:
         with progress("reading", len(opened.blocks), "sequence") as advance:
             counted = activity.count(opened.model, opened.blocks, config.batch_size, advance)
         speeds, obstacle = _speeds(config, opened)
-        if opened.recordings is not None:
-            _record(opened, opened.recordings, config.batch_size)
+        if (folder := opened.recordings) is not None:
+            try:
+                with progress("recording", recordings.recorded_sequences(opened.blocks), "sequence") as advance:
+                    recordings.write(folder, opened.model, opened.blocks, config.batch_size, advance)
+            except OSError as error:
+                raise AnalysisError(f"recordings={folder} cannot be written: {error}") from error
     types = numbers.token_types(counted)
     most, least = numbers.extremes(types, config.min_count)
     for row in types:
@@ -66,7 +69,7 @@ def analyze_checkpoint(config: AnalyzeConfig) -> tuple[dict[str, Any], Path]:
             "architecture": type(opened.model).__name__,
             "gated": opened.model.config.model_type != "arcee",
             "layers": len(layers),
-            "neurons": counted.fired.shape[1],
+            "neurons": counted.neurons,
             "dtype": dtype_name(opened.model.dtype),
         },
         "text": {
@@ -77,6 +80,8 @@ def analyze_checkpoint(config: AnalyzeConfig) -> tuple[dict[str, Any], Path]:
         },
         "layers": layers,
         "positions": numbers.positions(counted),
+        "position_fit": numbers.position_fit(counted),
+        "token_classes": numbers.token_classes(counted, token_classes.classified(counted.blocks, opened.tokenizer)),
         "tokens": {
             "from_position": numbers.settled(counted),
             "min_count": config.min_count,
@@ -92,23 +97,23 @@ def analyze_checkpoint(config: AnalyzeConfig) -> tuple[dict[str, Any], Path]:
             "correlation_with_nonzeros": numbers.correlation(speeds),
         },
         "speed_missing": obstacle,
+        "figures": report.FIGURES,
     }  # fmt: skip
     try:
         report.write_all(opened.output, results, counted, types)
     except OSError as error:
         print(report.table(results), flush=True)  # print before writing: these results took minutes
         raise AnalysisError(f"{opened.output} cannot be written: {error}; choose another output_dir") from error
-    _draw(opened.output, results, counted)
+    _draw(opened.output, checkpoint.title, results, counted)
     return results, opened.output
 
 
-def _draw(folder: Path, results: dict[str, Any], counted: activity.Activity) -> None:
+def _draw(folder: Path, title: str, results: dict[str, Any], counted: activity.Activity) -> None:
     """Write the figures. The first error stops this and is reported as a warning."""
     try:
         from sparsellm.analysis import figures  # matplotlib takes half a second: a refusal need not wait for it
 
-        speeds = results["speed"] and results["speed"]["layers"]
-        for name, content in figures.draw(report.title(results), counted, results["layers"], speeds).items():
+        for name, content in figures.draw(title, results, counted).items():
             write_whole(folder / name, content)
     except (ImportError, OSError) as error:
         warn(f"the figures in {folder} are not complete: {error}")
@@ -142,21 +147,13 @@ def _open(config: AnalyzeConfig, checkpoint: Checkpoint) -> Opened:
         if checkpoint.unchecked:
             print(checkpoint.unchecked, file=sys.stderr, flush=True)
         identity = checkpoint.identity()
-        run = None if checkpoint.run is None else load(checkpoint.run / CONFIG)
         output = _writable(checkpoint.output(ANALYSIS, config.output_dir), "output_dir")
         recorded = _for_recordings(config)
         tokenizer = pretrained.read_tokenizer(checkpoint.model, described.vocab_size)
-        # Imported here because `datasets` is slow to import, too slow for a refusal.
         from sparsellm.analysis import text
-        from sparsellm.data import Request
 
-        if config.text is None:
-            assert checkpoint.run is not None
-            assert run is not None  # `mistakes` requires text=FILE otherwise
-            blocks = text.of_run(checkpoint, checkpoint.run, Request.of(run), config.sequences)
-        else:
-            length = run.training.sequence_length if run else min(LONGEST, described.max_position_embeddings)
-            blocks = text.of_file(Path(config.text).expanduser(), tokenizer, config.sequences, length)
+        context = described.max_position_embeddings
+        blocks = text.blocks(checkpoint, config.text, described.vocab_size, context, config.sequences)
         if blocks.max() >= described.vocab_size:
             raise AnalysisError(
                 f"token {blocks.max()} is outside the vocabulary of {checkpoint}, {described.vocab_size:,}"
@@ -187,21 +184,13 @@ def _for_recordings(config: AnalyzeConfig) -> Path | None:
     if config.recordings is None:
         return None
     folder = _writable(Path(config.recordings).expanduser(), "recordings")
-    if others := recordings.other_recordings(folder):
+    others = sorted(path.name for path in folder.glob("firing_patterns*.npz") if path.name != recordings.FIRING)
+    if others:
         raise AnalysisError(
             f"recordings={folder} already has {', '.join(others)}, but scripts/ expect one recording per folder: choose"
             " another folder"
         )
     return folder
-
-
-def _record(opened: Opened, folder: Path, batch_size: int) -> None:
-    """Raises AnalysisError."""
-    try:
-        with progress("recording", recordings.recorded_sequences(opened.blocks), "sequence") as advance:
-            recordings.write(folder, opened.model, opened.blocks, batch_size, advance)
-    except OSError as error:
-        raise AnalysisError(f"recordings={folder} cannot be written: {error}") from error
 
 
 def _speeds(config: AnalyzeConfig, opened: Opened) -> tuple[list[dict[str, Any]] | None, str | None]:

@@ -1,4 +1,7 @@
-"""The text that a checkpoint reads: its run's held-out blocks, or the tokens of a file cut into such blocks."""
+"""The text that a checkpoint reads: its run's held-out blocks, or the tokens of a file cut into such blocks.
+
+Imported late by its users, because `datasets` is too slow to import for a refusal.
+"""
 
 import codecs
 from collections.abc import Iterator
@@ -11,27 +14,44 @@ from torch import Tensor
 
 from sparsellm import data
 from sparsellm.analysis.errors import AnalysisError
+from sparsellm.config import load
 from sparsellm.data import corpus, rows
+from sparsellm.hf import pretrained
+from sparsellm.runs.layout import CONFIG
 from sparsellm.runs.locate import Checkpoint
 
 if TYPE_CHECKING:  # importing transformers' models takes two seconds, too long for a refusal
     from transformers import PreTrainedTokenizerBase
 
+LONGEST = 2_048  # longest sequence for a model without a run, if its context allows it
 COLUMN = "text"  # in a parquet or jsonl file
 DOCUMENTS_AT_ONCE = 64
 # A text is read up to this many bytes, and further only if they contain too few tokens (English: 4 bytes per token).
 LEAST_READ, BYTES_PER_TOKEN = 1 << 20, 64
 
 
-def of_run(checkpoint: Checkpoint, run: Path, request: data.Request, sequences: int) -> Tensor:
-    """Up to `sequences` held-out blocks of the checkpoint's `run`: int64 [S, T]. Raises AnalysisError."""
+def blocks(
+    checkpoint: Checkpoint, file: str | None, vocabulary: int, context: int, sequences: int, length: int | None = None
+) -> Tensor:
+    """The first `sequences` sequences of `file`, or of the held-out text of the checkpoint's run: int64 [S, T].
+
+    Sequences of `file` have `length` tokens. None: as many as the run's; without a run, the model's `context`, at most
+    LONGEST. Raises AnalysisError.
+    """
+    run, folder = None if checkpoint.run is None else load(checkpoint.run / CONFIG), checkpoint.run
+    if file is not None:
+        length = length or (run.training.sequence_length if run else min(LONGEST, context))
+        tokenizer = pretrained.read_tokenizer(checkpoint.model, vocabulary)
+        return of_file(Path(file).expanduser(), tokenizer, sequences, length)
+    assert run is not None
+    assert folder is not None  # `text_mistakes` requires a file otherwise
     try:
-        blocks = data.open_validation(request, sequences, Path(checkpoint.model), run)
+        held_out = data.open_validation(data.Request.of(run), sequences, Path(checkpoint.model), folder)
     except (data.DataError, OSError) as error:
         raise AnalysisError(
-            f"the held-out text of {run} is not available: {error}; or give another text with text=FILE"
+            f"the held-out text of {folder} is not available: {error}; or give another text with text=FILE"
         ) from error
-    return blocks[:, :-1]  # the last token is only a target
+    return held_out[:, :-1]  # the last token is only a target
 
 
 def of_file(path: Path, tokenizer: "PreTrainedTokenizerBase", sequences: int, length: int) -> Tensor:

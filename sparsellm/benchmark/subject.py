@@ -1,22 +1,20 @@
 """A checkpoint to measure: its weights, the text that it reads, and its scores from `evaluate`."""
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparsellm.analysis import AnalysisError
-from sparsellm.config import Activation, BenchmarkConfig, ConfigError, ModelConfig, load, parameters
+from sparsellm.config import Activation, BenchmarkConfig, ConfigError, ModelConfig, parameters
 from sparsellm.evaluation.results import RESULTS, STORED, VALIDATION
-from sparsellm.hf import conversion, hub, pretrained
-from sparsellm.runs.layout import CONFIG, EVALUATION
+from sparsellm.hf import conversion, hub
+from sparsellm.runs.layout import EVALUATION
 from sparsellm.runs.locate import Checkpoint, CheckpointNotFound, unreadable
 from sparsellm.system.errors import SparsellmError
 from sparsellm.system.files import read_json
 
-LONGEST = 2_048  # longest sequence for a model without a run, if its context allows it
 LEAST = 8  # tokens in a sequence
 
 
@@ -44,7 +42,10 @@ class Subject:
             with hub.offline(checkpoint.folder is not None or not hub.answers(checkpoint.wanted)):
                 identity = checkpoint.identity()
                 model, activation, weights = conversion.load(checkpoint.model)
-                blocks = _blocks(checkpoint, model, config, length)
+                from sparsellm.analysis import text
+
+                context = model.context_length
+                blocks = text.blocks(checkpoint, config.text, model.vocab_size, context, config.sequences, length)
         except (CheckpointNotFound, AnalysisError, ConfigError) as error:
             raise BenchmarkError(str(error)) from error
         except (OSError, ValueError) as error:  # a damaged file, an unsupported architecture, or an unreachable hub
@@ -68,11 +69,7 @@ class Subject:
 
     @property
     def name(self) -> str:
-        """ "RUN, step N" for a run's checkpoint, the last two parts of any other folder, or the hub name."""
-        run, step, folder = self.checkpoint.run, self.checkpoint.step, self.checkpoint.folder
-        if run is not None:
-            return f"{run.resolve().name}, step {step:,}"
-        return str(self.checkpoint) if folder is None else "/".join(folder.resolve().parts[-2:])
+        return self.checkpoint.title
 
     def described(self) -> dict[str, Any]:
         """The subject's description, for JSON."""
@@ -103,21 +100,6 @@ def _scores(checkpoint: Checkpoint, identity: str) -> dict[str, Any] | None:
     loss = found[VALIDATION] and found[VALIDATION]["loss"]
     tasks = {name: task["score"] for name, task in found["tasks"].items()}
     return {"mean": found["mean"], "tasks": tasks, "validation_loss": loss, "dtype": found.get("dtype", STORED)}
-
-
-def _blocks(checkpoint: Checkpoint, model: ModelConfig, config: BenchmarkConfig, length: int | None) -> Tensor:
-    """int64 [S, T]. Raises AnalysisError."""
-    from sparsellm.analysis import text  # `datasets` is slow to import, too slow for a refusal
-    from sparsellm.data import Request
-
-    run = None if checkpoint.run is None else load(checkpoint.run / CONFIG)
-    if config.text is None:
-        assert checkpoint.run is not None
-        assert run is not None  # `mistakes` requires text=FILE otherwise
-        return text.of_run(checkpoint, checkpoint.run, Request.of(run), config.sequences)
-    tokenizer = pretrained.read_tokenizer(checkpoint.model, model.vocab_size)
-    length = length or (run.training.sequence_length if run else min(LONGEST, model.context_length))
-    return text.of_file(Path(config.text).expanduser(), tokenizer, config.sequences, length)
 
 
 def dtype_on(device: torch.device) -> torch.dtype:

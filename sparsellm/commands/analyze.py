@@ -14,7 +14,10 @@ from sparsellm.config import AnalyzeConfig, entry_point
 @entry_point("analyze", lambda config, _typed: mistakes(config))
 def main(config: AnalyzeConfig) -> int:
     results, folder = analyze_checkpoint(config)
-    print(f"{report.table(results)}\n\n{folder / report.ANALYSIS_JSON}; with tables (.csv) and figures (.png)")
+    print(f"{report.table(results)}\n\n{folder / report.ANALYSIS_JSON}; with tables (.csv) and figures (.png):")
+    for name, title in report.FIGURES.items():
+        if (folder / name).exists():
+            print(f"  {title}: {name}")
     if config.recordings is not None:
         print(f"{Path(config.recordings, recordings.FIRING)} (for benchmarks: --activations {config.recordings})")
     return 0

@@ -46,6 +46,13 @@ class Checkpoint:
         return self.model if self.folder is None else str(self.folder)
 
     @property
+    def title(self) -> str:
+        """ "RUN, step N" for a run's checkpoint, the last two parts of any other folder, or the hub name."""
+        if self.run is not None:
+            return f"{self.run.resolve().name}, step {self.step:,}"
+        return self.model if self.folder is None else "/".join(self.folder.resolve().parts[-2:])
+
+    @property
     def has_checksums(self) -> bool:
         """Whether it is in a checkpoint with COMMITTED, with or without the rest of its run."""
         return self.folder is not None and (self.folder / COMMITTED).is_file()

@@ -71,16 +71,17 @@ def test_other_blocks_are_refused_by_name():
 
 
 @pytest.mark.parametrize("gated", [True, False])
-def test_each_layer_is_timed_on_its_own_inputs(gated):
+def test_each_layer_is_timed_on_its_own_inputs(gated, monkeypatch):
     """Everything except the clock runs on a CPU, with the dense engine for so few tokens."""
     model, blocks = small_model(gated, torch.bfloat16), small_blocks()
     results = []
 
     def clock(candidates):
-        results.append((candidates["eager"](), candidates["engine"]()[0]))
+        results.append((candidates["eager"](0), candidates["engine"](0)[0]))
         return {"eager": 3.0, "compiled": 2.0, "engine": 1.0 + len(results)}
 
-    rows = speed.layer_speeds(model, blocks, clock)
+    monkeypatch.setattr(speed, "gpu_milliseconds", clock)
+    rows = speed.layer_speeds(model, blocks)
     counted = activity.count(model, blocks, batch_size=5)
     assert [row["layer"] for row in rows] == [0, 1, 2]
     assert [row["speedup"] for row in rows] == [2 / 2, 2 / 3, 2 / 4]

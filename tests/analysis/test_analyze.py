@@ -26,7 +26,7 @@ from sparsellm.data import tokenizer
 from sparsellm.distributed.groups import process_group
 from sparsellm.runs.checkpoint import Checkpoints
 
-FIGURES = ["firing_frequency.png", "nonzeros_by_layer.png", "nonzeros_by_position.png", "union_by_layer.png"]
+FIGURES = sorted(name for name in report.FIGURES if name != report.SPEEDUP)
 FILES = sorted([*FIGURES, "analysis.json", "layers.csv", "neurons.csv", "positions.csv", "tokens.csv"])
 LENGTH = 32  # sequence length of the run
 
@@ -79,6 +79,11 @@ def test_a_run_on_its_held_out_blocks(run):
         assert sum(fired) / (5 * LENGTH) == layer["nonzeros"]["mean"] == float(row["nonzeros_mean"])
         assert fired.count(0) == layer["dead"] == int(row["dead"])
         assert layer["nonzeros"]["mean"] <= layer["union_per_tile"] <= 48 - layer["dead"]
+    assert sum(row["tokens"] for row in results["token_classes"]) == settled.sum()
+    assert results["position_fit"].keys() == {"floor", "amplitude", "scale", "relative_error"}
+    shown = report.table(results)
+    assert f"exponential fit, position from 0: {report.fitted(results['position_fit'])}, relative error" in shown
+    assert "by token class, from position 8 on: " in shown
 
 
 @pytest.mark.slow
@@ -314,5 +319,8 @@ def test_the_command(run, text, argument, code, monkeypatch, capsys):
     else:
         assert f"{LAST}: 2 gated layers of 48 neurons, bfloat16\n128 tokens of held-out text: 4 sequences" in shown.out
         assert "in these 128 tokens" in shown.out
+        for name in FIGURES:  # the speedups were not measured
+            assert f"\n  {report.FIGURES[name]}: {name}\n" in shown.out
+        assert report.SPEEDUP not in shown.out
         assert shown.err.endswith("reading  4/4 sequences\n")
         assert "sparsellm: dtype bfloat16 (as the run trained), kernels none (counting reads every" in shown.err

@@ -38,6 +38,41 @@ def test_positions():
     assert rows[3]["nonzeros"] == [(4 + 4 + 2 + 6 + 2 + 4 + 20 + 4) / 8, (0 + 0 + 2 + 4 + 2 + 0 + 10 + 0) / 8]
 
 
+def of_means(means):
+    """Two layers of one sequence whose nonzeros have these means over layers, by position."""
+    pairs = np.stack([np.asarray(means) * 2, np.zeros(len(means))], 1)
+    return Activity(np.zeros((1, len(means)), int), pairs[None], np.zeros((2, 9)), np.zeros(2), 1)
+
+
+@pytest.mark.parametrize("scale", [0.5, 3, 40])
+def test_an_exponential_decay_over_positions_is_found_whatever_its_scale(scale):
+    fit = numbers.position_fit(of_means(37 + 800 * np.exp(-np.arange(512) / scale)))
+    assert [fit[key] for key in ("floor", "amplitude", "scale")] == pytest.approx([37, 800, scale], rel=0.01)
+    assert fit["relative_error"] < 0.005
+
+
+def test_a_fit_says_how_far_the_means_are_from_it():
+    means = 40 + 100 * np.exp(-np.arange(256) / 5)
+    means[128:] *= np.where(np.arange(128) % 2, 1.2, 0.8)  # averages out within a bin
+    assert numbers.position_fit(of_means(means))["relative_error"] < 0.005
+    means[64:128] *= 1.5
+    assert 0.1 < numbers.position_fit(of_means(means))["relative_error"] < 0.3
+
+
+@pytest.mark.parametrize("means", [[9, 5, 3, 2], np.zeros(64), [5] * 30 + [0] * 34])
+def test_there_is_no_fit_of_few_positions_or_of_positions_where_nothing_fires(means):
+    assert numbers.position_fit(of_means(means)) is None
+
+
+def test_token_classes_are_compared_where_the_sequence_has_settled():
+    counted = constructed()
+    rows = numbers.token_classes(counted, counted.blocks)  # the tokens a, b, c as the first three classes
+    assert [(row["class"], row["tokens"], row["nonzeros"]) for row in rows] == [
+        ("URL piece", 3, 2), ("number", 5, 2), ("punctuation", 4, (5 * 3 + 15) / 4),
+    ]  # fmt: skip
+    assert rows[1]["nonzeros_per_layer"] == [4, 0]
+
+
 @pytest.mark.parametrize(("length", "edges"), [(1, [0, 1]), (2, [0, 1, 2]), (9, [0, 1, 2, 4, 8, 9]), (4, [0, 1, 2, 4])])
 def test_octaves(length, edges):
     assert numbers.octaves(length) == edges
