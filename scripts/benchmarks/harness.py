@@ -48,7 +48,7 @@ def table(rows: Iterable[dict[str, str]]) -> None:
 
 
 def write(out: Path | None, found: Any) -> None:
-    """Write the --json file, if requested: how the results were made, then the keys of `found`, or "results"."""
+    """Write the --json file, if requested: `provenance()` and the results, a list of them under "results"."""
     if out is not None:
         results = found if isinstance(found, dict) else {"results": found}
         out.write_text(json.dumps(provenance() | results, indent=1, default=str) + "\n")

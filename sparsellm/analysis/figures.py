@@ -13,7 +13,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from sparsellm.analysis.activity import Activity
 from sparsellm.analysis.numbers import by_position, position_bins
-from sparsellm.analysis.report import BY_CLASS, BY_LAYER, BY_POSITION, FIGURES, FREQUENCY, SPEEDUP, UNION, fitted
+from sparsellm.analysis.report import BY_LAYER, BY_POSITION, BY_TOKEN, FIGURES, FREQUENCY, SPEEDUP, UNION, fitted
 from sparsellm.figures import (
     BLUE,
     GREY,
@@ -31,13 +31,15 @@ from sparsellm.figures import (
 )
 from sparsellm.ops.twell import TOKEN_TILE
 
+TOKENS = 6  # most and least active ones that are drawn, as in the paper
+
 Row = dict[str, Any]
 
 
 def draw(title: str, results: Row, activity: Activity) -> dict[str, bytes]:
     """{file name: content} of report.FIGURES. `title`: what was analyzed."""
     pictures = {
-        BY_LAYER: _by_layer, BY_POSITION: _by_position, BY_CLASS: _by_class, FREQUENCY: _frequency, UNION: _union,
+        BY_LAYER: _by_layer, BY_POSITION: _by_position, BY_TOKEN: _by_token, FREQUENCY: _frequency, UNION: _union,
     } | ({SPEEDUP: _speedup} if results["speed"] else {})  # fmt: skip
 
     def panel(name: str) -> bytes:
@@ -93,14 +95,19 @@ def _by_position(axes: Axes, results: Row, activity: Activity) -> None:
     plain(axes.yaxis)
 
 
-def _by_class(axes: Axes, results: Row, activity: Activity) -> None:
-    """Bars from the most active class down, with each class's share of the tokens."""
-    rows = sorted(results["token_classes"], key=lambda row: row["nonzeros"])
-    read = sum(row["tokens"] for row in rows)
-    names = [f"{row['class']}, {row['tokens'] / read:.1%}" for row in rows]
-    axes.bar_label(axes.barh(names, [row["nonzeros"] for row in rows], color=BLUE), fmt="{:,.1f}", padding=2)
+def _by_token(axes: Axes, results: Row, activity: Activity) -> None:
+    """Bars, from top to bottom: the most active tokens, the token classes, the least active tokens."""
+    classes = sorted(results["token_classes"], key=lambda row: -row["nonzeros"])
+    most, least = (results["tokens"][f"{kind}_active"][:TOKENS] for kind in ("most", "least"))
+    bars = [(ascii(row["token"]), row["nonzeros"], BLUE) for row in most]
+    bars += [(row["class"], row["nonzeros"], ORANGE) for row in classes]
+    bars += [(ascii(row["token"]), row["nonzeros"], BLUE) for row in reversed(least)]
+    names, nonzeros, colors = zip(*bars, strict=True)
+    axes.bar_label(axes.barh(range(len(bars)), nonzeros, color=colors), fmt="{:,.1f}", padding=2, fontsize=6)
+    axes.set_yticks(range(len(bars)), names, fontsize=6, parse_math=False)
+    axes.margins(x=0.15)  # room for the numbers
+    axes.invert_yaxis()
     axes.set(xlabel=f"mean nonzeros per token, of {activity.neurons:,}")
-    axes.margins(x=0.15)  # for the numbers beside the bars
     plain(axes.xaxis)
 
 

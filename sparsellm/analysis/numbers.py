@@ -98,7 +98,7 @@ def position_fit(activity: Activity) -> Row | None:
 
 def token_classes(activity: Activity, classes: np.ndarray) -> list[Row]:
     """One row per class of `token_classes.classified` that was read from position `settled` on."""
-    of, nonzeros = (counts[:, settled(activity) :] for counts in (classes, activity.nonzeros))
+    kinds, nonzeros = (each[:, settled(activity) :] for each in (classes, activity.nonzeros))
     return [
         {
             "class": CLASSES[i],
@@ -106,8 +106,8 @@ def token_classes(activity: Activity, classes: np.ndarray) -> list[Row]:
             "nonzeros": float(chosen.mean(dtype=np.float64)),
             "nonzeros_per_layer": chosen.mean(0, dtype=np.float64).tolist(),
         }
-        for i in np.unique(of).tolist()
-        for chosen in [nonzeros[of == i]]
+        for i in np.unique(kinds).tolist()
+        for chosen in [nonzeros[kinds == i]]
     ]
 
 
@@ -168,15 +168,10 @@ def spelled(tokenizer: "PreTrainedTokenizerBase", token: int) -> str:
 def neurons(activity: Activity) -> list[Row]:
     """One row per neuron, by layer and busiest first: the number and the fraction of tokens on which it fired."""
     return [
-        {
-            "layer": layer,
-            "rank": rank,
-            "neuron": i,
-            "fired": int(fired[i]),
-            "frequency": int(fired[i]) / activity.tokens,
-        }
+        {"layer": layer, "rank": rank, "neuron": neuron, "fired": int(fired[neuron]), "frequency": share}
         for layer, fired in enumerate(activity.fired)
-        for rank, i in enumerate(np.argsort(-fired, kind="stable").tolist())
+        for rank, neuron in enumerate(np.argsort(-fired, kind="stable").tolist())
+        for share in [int(fired[neuron]) / activity.tokens]
     ]
 
 

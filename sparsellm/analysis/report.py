@@ -21,14 +21,13 @@ from sparsellm.ops.twell import TOKEN_TILE
 from sparsellm.system.files import write_whole
 
 ANALYSIS_JSON = "analysis.json"
-BY_LAYER, BY_POSITION, FREQUENCY = "nonzeros_by_layer.png", "nonzeros_by_position.png", "firing_frequency.png"
-UNION, SPEEDUP = "union_by_layer.png", "speedup.png"
-BY_CLASS = "nonzeros_by_token_class.png"
+BY_LAYER, BY_POSITION, BY_TOKEN = "nonzeros_by_layer.png", "nonzeros_by_position.png", "nonzeros_by_token.png"
+FREQUENCY, UNION, SPEEDUP = "firing_frequency.png", "union_by_layer.png", "speedup.png"
 FIGURES = {
-    BY_LAYER: "Nonzeros per layer",
-    BY_POSITION: "Nonzeros by position, with exponential fit",
-    BY_CLASS: "Nonzeros by token class",
-    SPEEDUP: "Speedup and nonzeros of each layer",  # only where layers were timed
+    BY_LAYER: "Nonzeros per layer (paper: Figure 6)",
+    SPEEDUP: "Speedup of layers against nonzeros (paper: Figure 6)",  # only where layers were timed
+    BY_TOKEN: "Nonzeros by token and token class (paper: Figure 7a)",
+    BY_POSITION: "Nonzeros by position, exponential fit (paper: Figure 7b)",
     FREQUENCY: "Firing frequency of neurons",
     UNION: f"Neurons that fire in tiles of {TOKEN_TILE} tokens",
 }

@@ -26,7 +26,7 @@ from sparsellm.data import tokenizer
 from sparsellm.distributed.groups import process_group
 from sparsellm.runs.checkpoint import Checkpoints
 
-FIGURES = sorted(name for name in report.FIGURES if name != report.SPEEDUP)
+FIGURES = sorted(set(report.FIGURES) - {report.SPEEDUP})
 FILES = sorted([*FIGURES, "analysis.json", "layers.csv", "neurons.csv", "positions.csv", "tokens.csv"])
 LENGTH = 32  # sequence length of the run
 
