@@ -2,11 +2,10 @@
 
     python -m scripts.benchmarks.bench_calibration [--kernels cuda] [--layers 2048x5632 ...] [--m 1 2 ...] [--json FILE]
 
-For each layer, it calibrates (and times that), and then times every engine at each number of tokens and density. For
-two policies, calibrated costs and the package's constants, it prints in how many cells the chosen engine is within 5%
-of the fastest one, and the cells that are furthest behind. For every cell in which the calibrated choice is more than
-10% behind, it prints each engine's measured and predicted time. An engine whose predicted time exceeds SKIP times that
-of dense is not timed.
+For each layer, it calibrates, prints how long that took, and then times every engine at each number of tokens and
+density (a cell). For two policies, calibrated costs and the package's constants, it prints in how many cells the chosen
+engine is within 5% of the fastest one, and the three worst cells. The --json file has each engine's measured and
+predicted time. An engine whose predicted time exceeds SKIP times that of dense is not timed.
 """
 
 import time
@@ -28,7 +27,6 @@ TOKENS = (1, 2, 7, 10, 32, 64, 96, 160, 320, 640, 900, 1400, 2048, 3000, 8192, 1
 SHARES = (0.001, 0.003, 0.0065, 0.013, 0.03, 0.055, 0.12, 0.3, 0.5)
 SKEW = 1.1
 SKIP = 4.0
-FAR = 0.1  # slower than the fastest: shown with predictions
 
 
 def cells(layer: Layer, costs: Costs, tokens: int, training: bool) -> list[dict[str, Any]]:
@@ -68,36 +66,25 @@ def cells(layer: Layer, costs: Costs, tokens: int, training: bool) -> list[dict[
     return found
 
 
-def behind(cell: dict[str, Any], policy: str) -> float:
+def slower(cell: dict[str, Any], policy: str) -> float:
+    """How much slower the engine that `policy` chose is than the fastest, as a fraction."""
     seconds = cell["seconds"]
     return seconds.get(cell[policy], SKIP * seconds["dense"]) / min(seconds.values()) - 1
 
 
 def show(title: str, found: list[dict[str, Any]]) -> None:
     for policy in ("calibrated", "packaged"):
-        worst = sorted(found, key=lambda cell: -behind(cell, policy))[:3]
-        near = sum(behind(cell, policy) <= report.NEAR for cell in found)
+        worst = sorted(found, key=lambda cell: -slower(cell, policy))[:3]
+        near = sum(slower(cell, policy) <= report.NEAR for cell in found)
         listed = "; ".join(
-            f"{behind(cell, policy):.1%} at {cell['tokens']:,} tokens{' (training)' * cell['training']},"
-            f" {cell['nonzeros']:.0f} nonzeros per token ({cell[policy]})"
+            f"{slower(cell, policy):.1%} at {cell['tokens']:,} tokens{' (training)' * cell['training']},"
+            f" {cell['nonzeros']:.1f} nonzeros per token ({cell[policy]} is chosen)"
             for cell in worst
         )
         print(
-            f"{title:<14} {policy:<10} {near:>4} of {len(found)} within {report.NEAR:.0%}; behind: {listed}", flush=True
+            f"{title:<14} {policy:<10} {near:>4} of {len(found)} within {report.NEAR:.0%}; worst: {listed}",
+            flush=True,
         )
-
-
-def explain(cell: dict[str, Any]) -> None:
-    engines = ", ".join(
-        f"{name} {seconds * 1e6:,.1f} ({cell['predicted'][name] * 1e6:,.1f})"
-        for name, seconds in cell["seconds"].items()
-    )
-    print(
-        f"    {behind(cell, 'calibrated'):.1%} at {cell['tokens']:,} tokens{' (training)' * cell['training']},"
-        f" {cell['nonzeros']:.1f} nonzeros per token, union {cell['union']:,.0f}: {cell['calibrated']} is chosen;"
-        f" microseconds (predicted): {engines}",
-        flush=True,
-    )
 
 
 def main() -> None:
@@ -116,15 +103,15 @@ def main() -> None:
         layer = Layer(width, neurons, max(*args.m, measure.SIZES[kernels][-1]), torch.device("cuda", 0), torch.bfloat16)
         started = time.monotonic()
         costs, times = measure.measure(kernels, layer)
-        print(f"{name:<14} calibrated in {time.monotonic() - started:.1f} s; of what it timed: ", end="")
+        print(
+            f"{name:<14} calibrated in {time.monotonic() - started:.1f} s; choices among the calls that it timed: ",
+            end="",
+        )
         print(report.summary(report.choices(costs, times)), flush=True)
         found = [cell for tokens in args.m for cell in cells(layer, costs, tokens, training=False)]
         trained = [tokens for tokens in args.m if MANY_TRAINING_TOKENS <= tokens <= measure.TRAINING_SIZES[-1]]
         found += [cell for tokens in trained for cell in cells(layer, costs, tokens, training=True)]
         show(name, found)
-        for cell in sorted(found, key=lambda cell: -behind(cell, "calibrated")):
-            if behind(cell, "calibrated") > FAR:
-                explain(cell)
         everything += [{"layer": name, **cell} for cell in found]
         del layer
     show("all layers", everything)

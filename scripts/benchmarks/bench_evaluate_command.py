@@ -1,12 +1,13 @@
 """Wall time of `sparsellm.evaluate` compared with the stock `lm_eval` command.
 
-    python -m scripts.benchmarks.bench_evaluate_command --data-dir EVAL --tokenizer TOKENIZER [--model 0p5b] [--ranks 2]
-    python -m scripts.benchmarks.bench_evaluate_command --data-dir EVAL --checkpoint HF_FOLDER [--limit 20]
+    python -m scripts.benchmarks.bench_evaluate_command --data-dir EVAL --checkpoint HF_FOLDER [--ranks 2] [--limit 20]
 
-Both commands score the same rows, as many as the seven tasks have on the hub (whole_tasks.py; lm_eval knows them as
-tasks whole_TASK), with the same checkpoint, dtype and device; lm_eval uses --batch-size. Without --checkpoint the
-weights of --model are random. Prints the seconds of each command in each of --rounds, including imports, and the scores
-of both. With --ranks above 1 torchrun starts both.
+Both commands score the same rows with the same checkpoint, dtype and device; lm_eval uses --batch-size. There are as
+many rows as the seven tasks have on the hub, and 68,671 requests, one per choice of each row: the local rows are
+repeated, and each repetition starts with a unique name, because equal sequences of tokens would be computed once.
+lm_eval knows the tasks as whole_TASK. Prints the seconds of each command in each of --rounds, including imports, and
+the scores of both. With --ranks above 1, torchrun starts both. An untrained checkpoint of shaped_checkpoint.py serves
+as well.
 """
 
 import json
@@ -14,28 +15,37 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import count, product
 from pathlib import Path
 
 import lm_eval.tasks
-import torch
 
-from scripts.benchmarks import harness, whole_tasks
-from sparsellm.config import from_overrides
-from sparsellm.data.tokenizer import end_of_text_id, load, vocabulary_size
-from sparsellm.evaluation.tasks import TASKS, on_local_rows
-from sparsellm.hf import conversion
-from sparsellm.model import Decoder
+from scripts.benchmarks import harness
+from sparsellm.evaluation.tasks import TASKS, local_rows, on_local_rows
+
+ROWS = {
+    "arc_easy": 2_376, "arc_challenge": 1_172, "hellaswag": 10_042, "openbookqa": 500, "piqa": 1_838,
+    "winogrande": 1_267, "commonsense_qa": 1_221,
+}  # fmt: skip
+FIELDS = {  # the field at the start of a request
+    "arc_easy": "question", "arc_challenge": "question", "hellaswag": "activity_label", "openbookqa": "question_stem",
+    "piqa": "goal", "winogrande": "sentence", "commonsense_qa": "question",
+}  # fmt: skip
+NAMES = ("Ada", "Ben", "Clara", "David", "Emma", "Frank", "Grace", "Henry", "Iris", "Jack")
 
 
-def random_checkpoint(model: str, tokenizer: Path, folder: Path) -> Path:
-    """An hf/ folder of random bfloat16 weights, ReLU."""
-    vocabulary = load(str(tokenizer))
-    config = from_overrides([f"model={model}", f"model.vocab_size={vocabulary_size(vocabulary)}"]).model
-    activation = from_overrides(["sparsity=relu"]).sparsity.activation
-    torch.manual_seed(0)
-    weights = Decoder(config, activation).state_dict()
-    conversion.export(weights, config, activation, folder, tokenizer, end_of_text_id(vocabulary), torch.bfloat16)
-    return folder
+def write_rows(data_dir: str, folder: Path) -> None:
+    """Write FOLDER/TASK/SPLIT.jsonl, `ROWS` of each task, from the rows of `data_dir`, which are .jsonl."""
+    names = (" and ".join(names) for length in count(1) for names in product(NAMES, repeat=length))
+    names = [next(names) for _ in range(100)]
+    for task, number in ROWS.items():
+        rows = [json.loads(line) for line in local_rows(task, data_dir).read_text(encoding="utf-8").splitlines()]
+        (folder / task).mkdir(parents=True)
+        with (folder / task / f"{TASKS[task].split}.jsonl").open("w", encoding="utf-8") as file:
+            for i in range(number):
+                row, field = rows[i % len(rows)], FIELDS[task]
+                named = row if i < len(rows) else row | {field: f"{names[i // len(rows)]}: {row[field]}"}
+                file.write(json.dumps(named) + "\n")
 
 
 def define(rows: Path, folder: Path) -> list[str]:
@@ -63,11 +73,7 @@ def timed(module: str, arguments: list[str], ranks: int) -> float:
 def main() -> None:
     parser = harness.parser(__doc__)
     parser.add_argument("--data-dir", required=True, help="the local rows to repeat, TASK/SPLIT.jsonl")
-    parser.add_argument("--checkpoint", type=Path, help="an hf/ folder, instead of random weights")
-    parser.add_argument("--tokenizer", type=Path, help="folder of a tokenizer, for random weights")
-    parser.add_argument(
-        "--model", default="0p5b", help="model of random weights, a model choice of `train` (default 0p5b)"
-    )
+    parser.add_argument("--checkpoint", type=Path, required=True, help="an hf/ folder")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument(
@@ -81,13 +87,10 @@ def main() -> None:
     )
     parser.add_argument("--only", choices=["sparsellm", "lm_eval"], help="run only one command")
     args = parser.parse_args()
-    if (args.checkpoint is None) == (args.tokenizer is None):
-        parser.error("give --checkpoint, or --tokenizer for random weights")
-
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        whole_tasks.write(args.data_dir, folder / "rows")
-        checkpoint = args.checkpoint or random_checkpoint(args.model, args.tokenizer, folder / "hf")
+        write_rows(args.data_dir, folder / "rows")
+        checkpoint = args.checkpoint.resolve()
         names = define(folder / "rows", folder / "definitions")
         limit = () if args.limit is None else (str(args.limit),)
         seconds: dict[str, list[float]] = {"sparsellm": [], "lm_eval": []}
@@ -96,17 +99,23 @@ def main() -> None:
             for command in seconds if args.only is None else [args.only]:
                 out = folder / f"{command}_{round}"
                 if command == "sparsellm":
-                    asked = [f"checkpoint={checkpoint.resolve()}", f"data_dir={folder / 'rows'}", f"output_dir={out}"]
-                    asked += [f"dtype={args.dtype}", f"device={args.device}", f"kernels={args.kernels}"]
-                    took = timed("sparsellm.evaluate", [*asked, *(f"limit={n}" for n in limit)], args.ranks)
+                    arguments = [f"checkpoint={checkpoint}", f"data_dir={folder / 'rows'}", f"output_dir={out}"]
+                    arguments += [f"dtype={args.dtype}", f"device={args.device}", f"kernels={args.kernels}"]
+                    took = timed("sparsellm.evaluate", [*arguments, *(f"limit={n}" for n in limit)], args.ranks)
                     found = json.loads((out / "results.json").read_text())["tasks"]
                     scores[command] = {task: found[task]["score"] for task in TASKS}
                 else:
-                    asked = ["run", "--model", "hf", "--tasks", ",".join(names), "--batch_size", args.batch_size]
-                    asked += ["--model_args", f"pretrained={checkpoint.resolve()},dtype={args.dtype}"]
-                    asked += ["--include_path", str(folder / "definitions"), "--output_path", str(out), "--log_samples"]
-                    asked += [] if args.ranks > 1 else ["--device", args.device]
-                    took = timed("lm_eval", [*asked, *(["--limit", *limit] if limit else [])], args.ranks)
+                    arguments = ["run", "--model", "hf", "--tasks", ",".join(names), "--batch_size", args.batch_size]
+                    arguments += ["--model_args", f"pretrained={checkpoint},dtype={args.dtype}"]
+                    arguments += [
+                        "--include_path",
+                        str(folder / "definitions"),
+                        "--output_path",
+                        str(out),
+                        "--log_samples",
+                    ]
+                    arguments += [] if args.ranks > 1 else ["--device", args.device]
+                    took = timed("lm_eval", [*arguments, *(["--limit", *limit] if limit else [])], args.ranks)
                     (path,) = out.rglob("results_*.json")
                     found = json.loads(path.read_text())["results"]
                     of = {task: found[f"whole_{task}"] for task in TASKS}

@@ -7,20 +7,18 @@
     python -m scripts.benchmarks.bench_ffn --nongated ...                              relu(x W_u^T) W_d^T
 
 For each M and pattern (patterns.py), one line per variant: its time; its speedup over the best dense PyTorch, eager or
-compiled (lines of the gate: the time over that of cuBLAS's gate GEMM); and the error ||y - ref|| / ||ref|| of its
-output against float64, on at most 2,048 evenly spaced tokens, over the error of eager dense PyTorch. `row`, `tile` and
-`dense` are the operator's engines, as an accelerated model calls them; `auto` is the engine that sparsellm.ops chooses
-from the counts of an earlier call.
+compiled (for the gate alone: its time relative to cuBLAS's gate GEMM); and the error ||y - ref|| / ||ref|| of its
+output against float64, on at most 2,048 evenly spaced tokens, relative to the error of eager dense PyTorch. `row`,
+`tile` and `dense` are the operator's engines, as an accelerated model calls them; `auto` is the engine that the policy
+chooses from the counts of an earlier call.
 
 With --training, the time covers y and the gradients of y . dy + dl1 l1 with respect to x and every weight (dense
 PyTorch has no l1). Errors are of y and of each gradient on all tokens, with dl1 = 0. Each line also has the bytes saved
-for backward besides x and the weights, and the rise of memory. `torch ours` is the operator's traced reference,
-compiled; `auto` is the engine that a layer in training reaches from dense in two decisions.
+for backward in addition to x and the weights. `torch ours` is the operator's traced reference, compiled; `auto` is the
+engine that a layer in training reaches from dense in two decisions.
 
 With --decode, the M tokens are evenly spaced among 16,384 of the pattern: the tokens of a decoding batch belong to
 different sequences, and the first tokens of a sequence fire more neurons.
-
---profile adds the time of each kernel of the tile engine.
 
 Times are medians of alternating CUDA events (sparsellm/ops/gpu_timing.py). Copies of inputs and weights rotate, so that
 a call does not find its own in L2. A variant that fails shows its error, the others continue, and the exit code is 1.
@@ -28,6 +26,7 @@ a call does not find its own in L2. A variant that fails shows its error, the ot
 
 import argparse
 from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -36,7 +35,7 @@ from torch import Tensor
 from scripts.benchmarks import harness, patterns
 from scripts.benchmarks.patterns import BASES
 from sparsellm.inference.engine_choice import NeuronMajor
-from sparsellm.ops import Engine, FeedForwardOutput, Plan, backend, feedforward, reference
+from sparsellm.ops import Engine, FeedForwardOutput, Plan, backend, cuda, feedforward, reference
 from sparsellm.ops.feedforward import forward
 from sparsellm.ops.gpu_timing import alternating_ms
 from sparsellm.policy import Policy
@@ -46,8 +45,8 @@ FORWARD_TOKENS, TRAINING_TOKENS, DECODE_TOKENS = (2048, 16_384, 131_072), (16_38
 DECODE_SETS, DECODE_CALLS = 8, 16  # weight sets; calls in one graph
 DECODE_FROM = 16_384  # tokens of a pattern from which a decoding batch is drawn
 GATES = ("cuBLAS gate", "gate_pack")
+BUDGET_MS = 120  # measured time per variant, M and pattern
 L1_COEFFICIENT = 2e-5  # the trainer's default; dl1 is this over the number of tokens
-MIB = 2**20
 Call = Callable[[int], object]  # call i uses copy i of the inputs, modulo the number of copies
 
 
@@ -59,143 +58,128 @@ class Step(NamedTuple):
     dl1: Tensor  # 0-d float32
 
 
-class Bench:
-    """Measures one pattern at a time; subclasses `Forward` and `Training` define the passes."""
+@cache
+def compiled(gated: bool, ours: bool = False) -> Callable:
+    """Dense PyTorch's layer, or the operator's traced reference, compiled."""
+    return torch.compile(operator(gated, None) if ours else dense_layer(gated), dynamic=False)
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.args = args
-        self.eager = patterns.dense_gated if args.gated else patterns.dense_nongated
-        self.compiled = torch.compile(self.eager, dynamic=False)
-        self.l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
 
-    def measure(self, name: str, block: patterns.Block, tokens: int) -> dict:
-        """The measurements for one pattern and number of tokens, with a row per variant."""
-        x = spread(block.x, tokens) if self.args.decode else block.x[:tokens]
-        weights = [block.w_gate, block.w_up, block.w_down] if self.args.gated else [block.w_gate, block.w_down]
-        nnz, union = patterns.counts(x, block.w_gate)
-        copies = max(1, -(-2 * self.l2_bytes // (x.nbytes + block.w_gate.nbytes)))
-        variants, engine = self.variants(x, weights, DECODE_SETS if self.args.decode else copies, nnz, union)
+def dense_layer(gated: bool) -> Callable[..., Tensor]:
+    return patterns.dense_gated if gated else patterns.dense_nongated
+
+
+def operator(gated: bool, plan: Tensor | None) -> Callable[..., FeedForwardOutput]:
+    missing = () if gated else (None,)
+    return lambda x, *weights: feedforward(x, *missing, *weights, plan)
+
+
+def measure(args: argparse.Namespace, name: str, block: patterns.Block, tokens: int) -> dict:
+    """The measurements for one pattern and number of tokens, with a row per variant."""
+    x = spread(block.x, tokens) if args.decode else block.x[:tokens]
+    weights = [block.w_gate, block.w_up, block.w_down] if args.gated else [block.w_gate, block.w_down]
+    nnz, union = patterns.counts(x, block.w_gate)
+    l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
+    copies = DECODE_SETS if args.decode else max(1, -(-2 * l2_bytes // (x.nbytes + block.w_gate.nbytes)))
+    if args.training:
+        variants, engine = training_variants(x, weights, copies)
+    else:
+        variants, engine = forward_variants(x, weights, copies, args.decode, nnz, union)
+    return {
+        "tokens": tokens, "pattern": name, "note": block.note, "gated": args.gated, "training": args.training,
+        "nonzeros_per_token": nnz / tokens, "union_per_128": union / -(-tokens // patterns.TOKEN_TILE), "auto": engine,
+        "variants": rows(variants, engine),
+    }  # fmt: skip
+
+
+def forward_variants(
+    x: Tensor, weights: list[Tensor], copies: int, decode: bool, nnz: int, union: int
+) -> tuple[dict, str]:
+    """(the measurements of each variant of a forward pass, the engine that the policy chooses). `nnz` and `union` are
+    used only if the engines that count cannot run."""
+    gated = len(weights) == 3
+    sets = [[x, *weights]] + [[t.clone() for t in (x, *weights)] for _ in range(copies - 1)]
+    turned = [NeuronMajor.of(each[-1], None).weight for each in sets]
+    missing, eager = () if gated else (None,), dense_layer(gated)
+
+    def dense(f: Callable[..., Tensor]) -> Call:
+        return lambda i: f(*sets[i % copies])
+
+    def engine(name: str) -> Call:
+        plan = Plan.of(name)
+
+        def call(i: int) -> object:
+            x, *weights = sets[i % copies]
+            return forward(x, *missing, *weights, plan, turned[i % copies], False)
+
+        return call
+
+    calls = {"torch eager": dense(eager), "torch compiled": dense(compiled(gated))}
+    calls["cuBLAS gate"] = lambda i: sets[i % copies][0] @ sets[i % copies][1].T
+    if backend.loaded() != "triton":
+        calls["gate_pack"] = lambda i: cuda.gate_pack(*sets[i % copies][:2])
+    calls |= {name: engine(name) for name in ("row", "tile", "dense")}
+    if decode:
+        graphs, times = captured(calls)
+        for name, ms in alternating_ms(graphs, BUDGET_MS).items():
+            times[name] = ms if isinstance(ms, Exception) else ms / DECODE_CALLS
+    else:
+        times = alternating_ms(calls, BUDGET_MS)
+    times = {name: times[name] for name in calls}
+    at = torch.arange(0, len(x), max(1, -(-len(x) // ERROR_TOKENS)), device=x.device)
+    right = eager(*(t.double() for t in (x[at], *weights)))
+
+    def details(name: str) -> dict:
+        if name in GATES:
+            return {}
+        out = calls[name](0)
+        return {"errors": {"y": error((out if isinstance(out, Tensor) else out[0])[at], right)}}
+
+    for name in ("tile", "row"):
+        if not isinstance(times[name], Exception):
+            nnz, *_, union = calls[name](0)[3].tolist()
+            break
+    return measured(times, details), Policy().choose_engine(len(x), patterns.K, patterns.N, nnz, union).name
+
+
+def training_variants(x: Tensor, weights: list[Tensor], copies: int) -> tuple[dict, str]:
+    """(the measurements of each variant of forward and backward, the engine that the policy chooses)."""
+    gated = len(weights) == 3
+    dy = torch.randn(x.shape, device=x.device, generator=torch.Generator(x.device).manual_seed(0)).bfloat16()
+    dl1 = torch.tensor(L1_COEFFICIENT / len(x), device=x.device)
+    steps = [Step([t.clone().requires_grad_() for t in (x, *weights)], dy.clone(), dl1) for _ in range(copies)]
+    forwards = {
+        "torch eager": dense_layer(gated), "torch compiled": compiled(gated), "torch ours": compiled(gated, ours=True),
+        **{name: operator(gated, Plan.of(name).tensor()) for name in ("tile", "dense")},
+    }  # fmt: skip
+
+    def run(forward: Callable) -> Call:
+        return lambda i: forward_backward(forward, steps[i % copies])
+
+    times = alternating_ms({name: run(forward) for name, forward in forwards.items()}, BUDGET_MS)
+    times = {name: times[name] for name in forwards}
+    step = steps[0]._replace(dl1=torch.zeros_like(dl1))
+    right = exact(step)
+    names = ("y", "dx", *(("dw_gate",) if gated else ()), "dw_up", "dw_down")
+
+    def details(name: str) -> dict:
+        found = zip(names, forward_backward(forwards[name], step), right, strict=True)
         return {
-            "tokens": tokens, "pattern": name, "note": block.note, "gated": self.args.gated,
-            "training": self.args.training, "nonzeros_per_token": nnz / tokens,
-            "union_per_128": union / -(-tokens // patterns.TOKEN_TILE), "auto": engine,
-            "variants": rows(variants, engine),
-        }  # fmt: skip
-
-    def variants(self, x: Tensor, weights: list[Tensor], copies: int, nnz: int, union: int) -> tuple[dict, str]:
-        raise NotImplementedError
-
-    def times(self, calls: dict[str, Call]) -> dict[str, float | Exception]:
-        found = alternating_ms(calls, self.args.budget_ms)
-        if self.args.profile and "tile" in calls:
-            print(by_kernel(calls["tile"]))
-        return {name: found[name] for name in calls}
-
-
-class Forward(Bench):
-    def variants(self, x: Tensor, weights: list[Tensor], copies: int, nnz: int, union: int) -> tuple[dict, str]:
-        sets = [[x, *weights]] + [[t.clone() for t in (x, *weights)] for _ in range(copies - 1)]
-        turned = [NeuronMajor.of(each[-1], None).weight for each in sets]
-        missing = () if self.args.gated else (None,)
-
-        def dense(f: Callable[..., Tensor]) -> Call:
-            return lambda i: f(*sets[i % copies])
-
-        def engine(name: str) -> Call:
-            plan = Plan.of(name)
-
-            def call(i: int) -> object:
-                x, *weights = sets[i % copies]
-                return forward(x, *missing, *weights, plan, turned[i % copies], False)
-
-            return call
-
-        gates: dict[str, Call] = {"cuBLAS gate": lambda i: sets[i % copies][0] @ sets[i % copies][1].T}
-        if backend.loaded() != "triton":
-            gates["gate_pack"] = lambda i: gate_pack(*sets[i % copies][:2])
-        calls = {
-            "torch eager": dense(self.eager),
-            "torch compiled": dense(self.compiled),
-            **gates,
-            **{name: engine(name) for name in ("row", "tile", "dense")},
+            "errors": {result: error(ours, theirs) for result, ours, theirs in found},
+            "saved_mib": saved_by(forwards[name], step.leaves) / 2**20,
         }
-        if self.args.decode:
-            graphs, failed = captured(calls)
-            found = self.times(graphs)
-            times = {n: failed[n] if n in failed else per_call(found[n]) for n in calls}
-        else:
-            times = self.times(calls)
-        at = torch.arange(0, len(x), max(1, -(-len(x) // ERROR_TOKENS)), device=x.device)
-        right = self.eager(*(t.double() for t in (x[at], *weights)))
 
-        def details(name: str) -> dict:
-            if name in GATES:
-                return {}
-            out = calls[name](0)
-            return {"errors": {"y": error((out if isinstance(out, Tensor) else out[0])[at], right)}}
-
-        for name in ("tile", "row"):  # if neither runs, the policy gets nnz and union
-            if not isinstance(times[name], Exception):
-                nnz, *_, union = calls[name](0)[3].tolist()
-                break
-        return measured(times, details), Policy().choose_engine(len(x), patterns.K, patterns.N, nnz, union).name
-
-
-class Training(Bench):
-    def __init__(self, args: argparse.Namespace) -> None:
-        super().__init__(args)
-        missing = () if args.gated else (None,)
-
-        def planned(plan: Tensor | None) -> Callable[..., FeedForwardOutput]:
-            return lambda x, *weights: feedforward(x, *missing, *weights, plan)
-
-        self.forwards = {
-            "torch eager": self.eager,
-            "torch compiled": self.compiled,
-            "torch ours": torch.compile(planned(None), dynamic=False),
-            **{name: planned(Plan.of(name).tensor()) for name in ("tile", "dense")},
-        }
-        self.results = ("y", "dx", *(("dw_gate",) if args.gated else ()), "dw_up", "dw_down")
-
-    def variants(self, x: Tensor, weights: list[Tensor], copies: int, nnz: int, union: int) -> tuple[dict, str]:
-        dy = torch.randn(x.shape, device=x.device, generator=torch.Generator(x.device).manual_seed(0)).bfloat16()
-        dl1 = torch.tensor(L1_COEFFICIENT / len(x), device=x.device)
-        steps = [Step([t.clone().requires_grad_() for t in (x, *weights)], dy.clone(), dl1) for _ in range(copies)]
-
-        def run(forward: Callable) -> Call:
-            return lambda i: forward_backward(forward, steps[i % copies])
-
-        times = self.times({name: run(forward) for name, forward in self.forwards.items()})
-        step = steps[0]._replace(dl1=torch.zeros_like(dl1))
-        right = exact(step)
-
-        def details(name: str) -> dict:
-            forward = self.forwards[name]
-            found = zip(self.results, forward_backward(forward, step), right, strict=True)
-            return {
-                "errors": {result: error(ours, theirs) for result, ours, theirs in found},
-                "saved_mib": saved_by(forward, step.leaves) / MIB,
-                "peak_mib": peak_bytes(lambda: forward_backward(forward, step)) / MIB,
-            }
-
-        found, engine = measured(times, details), Engine.dense
-        for _ in range(2):  # the decisions of a layer that starts dense, from its engines' counts
-            if not isinstance(times[engine.name], Exception):
-                out = self.forwards[engine.name](*step.leaves)
-                size = *x.shape, weights[-1].shape[1]
-                engine = Policy().choose_training_engine(*size, int(out.nnz), int(out.union), engine)
-        return found, engine.name
+    found, engine = measured(times, details), Engine.dense
+    for _ in range(2):  # the decisions of a layer that starts dense, from its engines' counts
+        if not isinstance(times[engine.name], Exception):
+            out = forwards[engine.name](*step.leaves)
+            size = *x.shape, weights[-1].shape[1]
+            engine = Policy().choose_training_engine(*size, int(out.nnz), int(out.union), engine)
+    return found, engine.name
 
 
 def spread(x: Tensor, tokens: int) -> Tensor:
     """`tokens` evenly spaced rows of x, each a third into its interval."""
     return x[(3 * torch.arange(tokens, device=x.device) + 1) * len(x) // (3 * tokens)]
-
-
-def gate_pack(x: Tensor, w: Tensor) -> object:
-    from sparsellm.ops import cuda
-
-    return cuda.gate_pack(x, w)
 
 
 def captured(calls: dict[str, Call]) -> tuple[dict[str, Call], dict[str, Exception]]:
@@ -218,21 +202,6 @@ def captured(calls: dict[str, Call]) -> tuple[dict[str, Call], dict[str, Excepti
         except Exception as error:
             failed[name] = error
     return graphs, failed
-
-
-def per_call(ms: float | Exception) -> float | Exception:
-    return ms if isinstance(ms, Exception) else ms / DECODE_CALLS
-
-
-def by_kernel(call: Call, calls: int = 5) -> str:
-    """Milliseconds per call of every kernel of at least 1 us, longest first."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for i in range(calls):
-            call(i)
-        torch.cuda.synchronize()
-    rows = [(e.self_device_time_total / calls / 1e3, e.key[:40], e.count // calls) for e in profile.key_averages()]
-    rows = sorted((row for row in rows if row[0] >= 1e-3), reverse=True)
-    return "    " + "  ".join(f"{name}{f' x{count}' if count > 1 else ''} {ms:.3f}" for ms, name, count in rows)
 
 
 def forward_backward(forward: Callable[..., Tensor | FeedForwardOutput], step: Step) -> list[Tensor]:
@@ -280,14 +249,6 @@ def saved_by(forward: Callable[..., Tensor | FeedForwardOutput], leaves: list[Te
     return sum(size for at, size in found.items() if at not in of_leaves)
 
 
-def peak_bytes(run: Callable[[], object]) -> int:
-    """Bytes by which the device's memory in use rises during run()."""
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    run()
-    return torch.cuda.max_memory_allocated() - before
-
-
 def error(found: Tensor, right: Tensor) -> float:
     return float((found.double() - right).norm() / right.norm())
 
@@ -328,29 +289,25 @@ def rows(variants: dict[str, dict], engine: str) -> list[dict]:
 
 
 def show(result: dict) -> None:
-    note = f"; {result['note']}" if result["note"] else ""
     print(
-        f"\nM {result['tokens']:,} {result['pattern']}: {result['nonzeros_per_token']:.1f} nonzeros per token, "
-        f"union of 128 tokens {result['union_per_128']:,.0f}{note}"
+        f"\nM {result['tokens']:,} {result['pattern']}: {result['nonzeros_per_token']:.1f} nonzeros per token,"
+        f" union of 128 tokens {result['union_per_128']:,.0f}{'; ' * bool(result['note'])}{result['note']}"
     )
+    forms = {"ms": ".4f", "speedup": ".3f", "of_gate": ".3f", "saved_mib": ",.1f"}
+    lines = []
     for row in result["variants"]:
-        line = f"  {row['variant']:<15}"
-        for key, form in (("ms", "{:>10.4f} ms"), ("speedup", "{:>8.3f}x dense"), ("of_gate", "{:>8.3f} of gate")):
-            line += form.format(row[key]) if key in row else ""
-        if "of_dense_errors" in row:
-            line += "   errors / dense's:" + "".join(f" {n} {ratio:.2f}" for n, ratio in row["of_dense_errors"].items())
-        elif "errors" in row:
-            line += "   errors:" + "".join(f" {name} {error:.2e}" for name, error in row["errors"].items())
-        if "saved_mib" in row:
-            line += f"   saved {row['saved_mib']:,.1f} MiB   peak {row['peak_mib']:,.0f} MiB"
+        line = {"variant": row["variant"]} | {key: format(row[key], form) for key, form in forms.items() if key in row}
+        for key, title, form in (("errors", "error", ".2e"), ("of_dense_errors", "error, of dense's", ".2f")):
+            line[title] = " ".join(f"{name} {error:{form}}" for name, error in row.get(key, {}).items())
         if "failure" in row:
-            line += f"   FAILED {' '.join(row['failure'].split())[:200]}"
-        print(line, flush=True)
+            line["failure"] = f"FAILED {' '.join(row['failure'].split())[:200]}"
+        lines.append(line)
+    harness.table(lines)
 
 
 def summary(results: list[dict]) -> None:
-    """Prints a line for each result. `worst error` is the largest error ratio over all results and variants except
-    dense PyTorch."""
+    """Print a line for each result. `worst error`: the largest error of its variants except dense PyTorch, relative to
+    that of eager dense PyTorch."""
     lines = []
     for result in results:
         by = {row["variant"]: row for row in result["variants"]}
@@ -382,16 +339,13 @@ def main() -> None:
                         help=f"tokens: {FORWARD_TOKENS} by default, {TRAINING_TOKENS} with --training, {DECODE_TOKENS}"
                         " with --decode")  # fmt: skip
     parser.add_argument("--patterns", nargs="+", default=patterns.PATTERNS, choices=patterns.PATTERNS, metavar="NAME",
-                        help=f"of {' '.join(patterns.PATTERNS)}; all by default")  # fmt: skip
+                        help=f"some of {' '.join(patterns.PATTERNS)}; default: all")  # fmt: skip
     patterns.add_activations(parser)
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--decode", action="store_true", help="few tokens, as CUDA graphs")
     mode.add_argument("--training", action="store_true", help="forward and backward")
     parser.add_argument("--kernels", choices=("auto", "cuda", "triton"), default="auto")
-    parser.add_argument("--gated", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--nongated", dest="gated", action="store_false")
-    parser.add_argument("--profile", action="store_true", help="the time of each kernel of the tile engine")
-    parser.add_argument("--budget-ms", type=float, default=120, help="measured time per variant, M and pattern")
+    parser.add_argument("--nongated", dest="gated", action="store_false", help="relu(x W_u^T) W_d^T")
     args = parser.parse_args()
     print(f"{harness.gpu()}, K {patterns.K}, N {patterns.N}, bfloat16")
     try:
@@ -399,19 +353,18 @@ def main() -> None:
     except Exception as error:  # variants that need the kernels will raise it again
         print(f"the kernels did not load: {error}")
 
-    results, broken, bench = [], [], (Training if args.training else Forward)(args)
+    results, broken = [], []
     default = TRAINING_TOKENS if args.training else DECODE_TOKENS if args.decode else FORWARD_TOKENS
     sizes = sorted(args.m or default)
     with torch.no_grad():
         for name in args.patterns:
-            if problem := patterns.obstacle(name, args.activations):
-                print(f"\n{name}: skipped: {problem}")
-                continue
             try:
                 block = patterns.build(name, DECODE_FROM if args.decode else max(sizes), "cuda", args.activations)
                 for tokens in sizes:
-                    results.append(bench.measure(name, block, tokens))
+                    results.append(measure(args, name, block, tokens))
                     show(results[-1])
+            except patterns.MissingRecording as problem:
+                print(f"\n{name}: skipped: {problem}")
             except Exception as error:  # print the other tables even if one fails
                 broken.append(name)
                 print(f"\n{name}: FAILED {type(error).__name__}: {error}", flush=True)

@@ -8,9 +8,8 @@ rounds.
 """
 
 import statistics
-import time
+import timeit
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
@@ -20,7 +19,6 @@ import sparsellm
 from scripts.benchmarks import harness
 
 ROUNDS, UNTIMED = 5, 10
-MODES: tuple[Callable[[], AbstractContextManager], ...] = (torch.no_grad, torch.inference_mode)
 
 
 def block(accelerate: Callable[[nn.Module], nn.Module]) -> nn.Module:
@@ -34,14 +32,8 @@ def block(accelerate: Callable[[nn.Module], nn.Module]) -> nn.Module:
 
 
 def microseconds(call: Callable[[], object], calls: int) -> float:
-    found = []
-    for _ in range(ROUNDS):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        found.append((time.perf_counter() - start) / calls * 1e6)
-    return statistics.median(found)
+    rounds = timeit.repeat(call, setup=torch.cuda.synchronize, number=calls, repeat=ROUNDS)
+    return 1e6 * statistics.median(rounds) / calls
 
 
 def main() -> None:
@@ -53,7 +45,7 @@ def main() -> None:
         "engine='row'": block(lambda model: sparsellm.accelerate(model, "cuda", "row")),
     }
     rows = []
-    for mode in MODES:
+    for mode in (torch.no_grad, torch.inference_mode):
         for tokens in (1, 16, 64, 256, 4096):
             x = torch.randn(1, tokens, 2048, device="cuda", dtype=torch.bfloat16)
             calls = 20 if tokens > 1000 else 200  # more would fill the queue and block the host

@@ -2,27 +2,26 @@
 
     python -m scripts.benchmarks.bench_prepare [--cores 1,2,4,8,16] [--tokenizer FOLDER] [--characters 400e6]
 
-The documents repeat those of the embedded corpus, joined to the average length of FineWeb-Edu's, in parquet files on
-the disk of --folder. --tokenizer is a folder or hub name; default: one of 4,096 ids is trained on them. For each number
-n of cores two rows:
+The documents repeat the text of the embedded corpus, cut to the average length of FineWeb-Edu's documents, in parquet
+files in --folder. For each number n of cores it prints the rates of
 
-    tokenizers    n processes of one thread each, with documents in memory, discarding the tokens
+    tokenizers    n processes of one thread each, with documents in memory, which discard the tokens
     prepare_data  sparsellm.data.prepare on n cores: it reads, tokenizes, hashes, writes and syncs
 
-Both rows process the same text, and exclude imports and the training of the tokenizer. Then the time for 10 and 40
-billion tokens on the most cores. Every process is pinned to its cores by CPU affinity.
+Both process the same text; imports and the training of the tokenizer are not timed. Then it prints the time for 10 and
+40 billion tokens on the most cores. Every process is pinned to its cores by CPU affinity.
 """
 
+import itertools
 import multiprocessing
 import os
 import shutil
 import tempfile
 import time
 from collections.abc import Callable
-from multiprocessing.context import BaseContext
+from multiprocessing.queues import Queue
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
-from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -31,7 +30,7 @@ from scripts.benchmarks import harness
 from sparsellm.config import from_overrides
 from sparsellm.data import Request, corpus, prepare, tokenizer
 
-SPAWN: BaseContext = multiprocessing.get_context("spawn")  # a forked process would lack its tokenizer's threads
+SPAWN = multiprocessing.get_context("spawn")  # a forked process would lack its tokenizer's threads
 FILE_CHARACTERS = 50_000_000
 DOCUMENT_CHARACTERS = 4_800  # about 1,000 tokens, the mean document of FineWeb-Edu
 TARGETS = (10e9, 40e9)  # tokens
@@ -42,24 +41,21 @@ def write_documents(texts: list[str], characters: int, folder: Path) -> None:
     folder.mkdir()
     joined = "\n\n".join(texts)
     texts = [joined[at : at + DOCUMENT_CHARACTERS] for at in range(0, len(joined), DOCUMENT_CHARACTERS)]
-    rows: list[str] = []
-    count = total = 0
-    while total < characters:
-        for text in texts:
-            rows.append(f"{total} {text}")  # make documents distinct
-            count += len(rows[-1])
-            total += len(rows[-1])
-            if count >= FILE_CHARACTERS or total >= characters:
-                number = len(list(folder.iterdir()))
-                pyarrow.parquet.write_table(pyarrow.table({"text": rows}), folder / f"{number:03}.parquet")
-                rows, count = [], 0
-            if total >= characters:
-                return
+    rows, total, written = [], 0, 0
+    for text in itertools.cycle(texts):
+        rows.append(f"{total} {text}")  # make documents distinct
+        total += len(rows[-1])
+        if total >= min(characters, written + FILE_CHARACTERS):
+            number = len(list(folder.iterdir()))
+            pyarrow.parquet.write_table(pyarrow.table({"text": rows}), folder / f"{number:03}.parquet")
+            rows, written = [], total
+        if total >= characters:
+            return
 
 
-def tokenize(name: str, files: list[str], cores: list[int], ready: Barrier, answers: Any) -> None:
+def tokenize(name: str, files: list[str], core: int, ready: Barrier, answers: Queue) -> None:
     """One process: encode the texts of `files` on one core, batch by batch; answers (tokens, begin, end)."""
-    os.sched_setaffinity(0, cores)
+    os.sched_setaffinity(0, [core])
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     vocabulary = tokenizer.load(name)
     texts = [text for file in files for text in pyarrow.parquet.read_table(file)["text"].to_pylist()]
@@ -71,49 +67,26 @@ def tokenize(name: str, files: list[str], cores: list[int], ready: Barrier, answ
     answers.put((tokens, begin, time.time()))
 
 
-def prepare_on(cores: list[int], overrides: list[str], answers: Any) -> None:
+def prepare_on(cores: list[int], overrides: list[str], ready: Barrier, answers: Queue) -> None:
     """One process: prepare on these cores; answers (tokens, begin, end)."""
     os.sched_setaffinity(0, cores)
     config = from_overrides(overrides)
+    ready.wait()
     begin = time.time()
     manifest = prepare(Request.of(config))
     answers.put((manifest.train.tokens + manifest.validation.tokens, begin, time.time()))
 
 
-def rate(processes: list[Any], answers: Any) -> float:
-    """Tokens/s of the processes together, from the first begin to the last end."""
+def rate(target: Callable[..., None], arguments: list[tuple]) -> float:
+    """Tokens/s of one process of `target` per tuple of arguments, together, from the first begin to the last end."""
+    ready, answers = SPAWN.Barrier(len(arguments)), SPAWN.Queue()
+    processes = [SPAWN.Process(target=target, args=(*each, ready, answers)) for each in arguments]
     for process in processes:
         process.start()
-    found = [answers.get() for _ in processes]
+    tokens, begins, ends = zip(*(answers.get() for _ in processes), strict=True)
     for process in processes:
         process.join()
-    tokens, begins, ends = zip(*found, strict=True)
     return sum(tokens) / (max(ends) - min(begins))
-
-
-def of_tokenizers(name: str, files: list[str], cores: list[int]) -> float:
-    ready, answers = SPAWN.Barrier(len(cores)), SPAWN.Queue()
-    shares = [files[i :: len(cores)] or files[:1] for i in range(len(cores))]
-    made: Callable[..., Any] = SPAWN.Process
-    return rate(
-        [
-            made(target=tokenize, args=(name, share, [core], ready, answers))
-            for share, core in zip(shares, cores, strict=True)
-        ],
-        answers,
-    )
-
-
-def of_prepare_data(name: str, files: Path, folder: Path, cores: list[int]) -> float:
-    answers = SPAWN.Queue()
-    overrides = [
-        "data=files", f"data.files=[{files}/*.parquet]", f"data.tokenizer={name}", f"data.path={folder}",
-        "data.max_tokens=1000000000000", "model.vocab_size=1000000",
-    ]  # fmt: skip
-    made: Callable[..., Any] = SPAWN.Process
-    found = rate([made(target=prepare_on, args=(cores, overrides, answers))], answers)
-    shutil.rmtree(folder)
-    return found
 
 
 def main() -> None:
@@ -121,29 +94,35 @@ def main() -> None:
     here = sorted(os.sched_getaffinity(0))
     halves = [n for n in (1, 2, 4, 8, 16, 32, 64) if n < len(here)]
     parser.add_argument("--cores", default=",".join(map(str, [*halves, len(here)])), help="numbers of cores")
-    parser.add_argument("--tokenizer", help="a folder or hub name; without it one of 4,096 ids is trained")
+    parser.add_argument("--tokenizer", help="a folder or hub name; without it, one of 4,096 ids is trained")
     parser.add_argument("--characters", type=float, default=400e6, help="total characters of the documents")
     parser.add_argument(
         "--folder", help="output folder, about 5 bytes per character; default: the system's temporary folder"
     )
-    given = parser.parse_args()
-    numbers = [int(n) for n in given.cores.split(",")]
+    args = parser.parse_args()
+    numbers = [int(n) for n in args.cores.split(",")]
     if max(numbers) > len(here):
         raise SystemExit(f"--cores {max(numbers)}: this process may use {len(here)} cores")
-    with tempfile.TemporaryDirectory(dir=given.folder) as made:
-        folder, name = Path(made), given.tokenizer
+    with tempfile.TemporaryDirectory(dir=args.folder) as temporary:
+        folder, name = Path(temporary), args.tokenizer
         texts = corpus.stdlib_docs()[0]
         if name is None:
             name = str(folder / "tokenizer")
             tokenizer.save(tokenizer.train(texts, 4_096), Path(name))
-        write_documents(texts, int(given.characters), folder / "documents")
-        files = sorted(map(str, (folder / "documents").iterdir()))
-        characters = sum(Path(file).stat().st_size for file in files)
-        print(f"{given.characters:,.0f} characters in {len(files)} files, {characters:,} bytes", flush=True)
+        documents, prepared = folder / "documents", folder / "prepared"
+        write_documents(texts, int(args.characters), documents)
+        files = sorted(map(str, documents.iterdir()))
+        size = sum(Path(file).stat().st_size for file in files)
+        print(f"{args.characters:,.0f} characters in {len(files)} files, {size:,} bytes", flush=True)
+        overrides = [
+            "data=files", f"data.files=[{documents}/*.parquet]", f"data.tokenizer={name}", f"data.path={prepared}",
+            "data.max_tokens=1000000000000", "model.vocab_size=1000000",
+        ]  # fmt: skip
         found = {}
         for n in numbers:
-            alone = of_tokenizers(name, files, here[:n])
-            ours = of_prepare_data(name, folder / "documents", folder / "prepared", here[:n])
+            alone = rate(tokenize, [(name, files[i::n] or files[:1], core) for i, core in enumerate(here[:n])])
+            ours = rate(prepare_on, [(here[:n], overrides)])
+            shutil.rmtree(prepared)
             found[n] = {"tokenizers": alone, "prepare_data": ours, "share": ours / alone, "per_core": ours / n}
             print(
                 f"{n:>3} cores  tokenizers {alone:>12,.0f} tokens/s   prepare_data {ours:>12,.0f} tokens/s,"
@@ -151,10 +130,12 @@ def main() -> None:
                 flush=True,
             )
         best = found[max(numbers)]["prepare_data"]
-        size = 2 if tokenizer.vocabulary_size(tokenizer.load(name)) <= 65_536 else 4
+        bytes_per_token = 2 if tokenizer.vocabulary_size(tokenizer.load(name)) <= 65_536 else 4
         for tokens in TARGETS:
-            print(f"{tokens / 1e9:,.0f}B tokens: {tokens / best / 3600:.1f} h, {tokens * size / 1e9:,.0f} GB")
-        harness.write(given.json, found)
+            print(
+                f"{tokens / 1e9:,.0f}B tokens: {tokens / best / 3600:.1f} h, {tokens * bytes_per_token / 1e9:,.0f} GB"
+            )
+        harness.write(args.json, found)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ r"""Throughput, memory and energy of whole training steps for any configurations
     python -m scripts.benchmarks.bench_train experiment=1p5b training.batch_size=64 --firing recorded \
         --activations DIR --variant runtime.kernels=torch --variant runtime.kernels=cuda --micro-batches 8 16 32
     torchrun --standalone --nproc_per_node 8 -m scripts.benchmarks.bench_train ...
+    python -m scripts.benchmarks.bench_train ... --soon --micro-batches auto 8 16    # is the automatic size the best?
 
 Each variant is the trainer itself on its real data. Variants alternate, and each is rebuilt in each of `--rounds`.
 Printed for each variant: the median step of all rounds as tokens/s, its spread over rounds, MFU
@@ -24,11 +25,9 @@ decision that allows it, so that a warm-up of a few steps is enough. Steps then 
 
 import math
 import os
-import shutil
 import statistics
-import tempfile
 from contextlib import closing
-from pathlib import Path
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -38,13 +37,13 @@ from torch import Tensor
 from scripts.benchmarks import harness, patterns, shaped_models
 from scripts.benchmarks.harness import cell
 from sparsellm import data
+from sparsellm.benchmark.phases import prepared_trainer
 from sparsellm.benchmark.timing import energy_mj
 from sparsellm.commands.train import check, device_type, set_determinism
 from sparsellm.config import Config, ConfigError, Precision, Shard, from_overrides, parameters, ranks_that_share
 from sparsellm.distributed.groups import Ranks, process_group, world_size_from_environment
 from sparsellm.runs.metrics import PEAK_FLOPS, mfu
-from sparsellm.training import micro_batch, plans, sharding
-from sparsellm.training.loop import Trainer
+from sparsellm.training import micro_batch, plans
 from sparsellm.training.memory import GIB, give_back
 from sparsellm.training.micro_batch import AUTO, MicroBatchError
 
@@ -58,28 +57,19 @@ def measure(
 
     weights: the decoder's weights, instead of the trainer's initial ones.
     """
-    folder = Path(tempfile.mkdtemp())
-    try:
-        trainer = Trainer(config, ranks, opened, folder)
-        if weights is not None:
-            for name, parameter in trainer.optimizer.parameters.items():
-                sharding.write(parameter, weights[name])
-        if trainer.plans is not None:
-            trainer.plans.begin()
-        trainer.micro_batch.choose()
+    with prepared_trainer(config, ranks, opened, weights) as (trainer, batches):
         first = trainer.micro_batch.size
-        with closing(trainer.data.batches(None)) as batches:
-            for _ in range(warmup):
-                trainer.advance(batches)
-            settled, energy = engines(trainer), energy_mj(ranks.device)
-            clocks = []
-            for _ in range(steps):
-                sums, _, clock = trainer.advance(batches)
-                clocks.append(clock)
-            energy = math.nan if energy is None else energy_mj(ranks.device) - energy
+        for _ in range(warmup):
+            trainer.advance(batches)
+        chosen = trainer.plans and trainer.plans.engines  # None without kernels
+        energy = energy_mj(ranks.device)
+        clocks = []
+        for _ in range(steps):
+            sums, _, clock = trainer.advance(batches)
+            clocks.append(clock)
+        energy = math.nan if energy is None else energy_mj(ranks.device) - energy
         states = torch.cuda.memory_allocated(ranks.device) if ranks.device.type == "cuda" else None
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    engines = trainer.plans and trainer.plans.engines
     energy = torch.tensor(energy, dtype=torch.float64)
     dist.all_reduce(energy)
     seconds, tokens = [clock.seconds() for clock in clocks], config.training.tokens_per_step
@@ -88,12 +78,11 @@ def measure(
         "peak": max((clock.peak_memory or 0) for clock in clocks),
         "states": states,
         "wait": sum(clock.data_wait for clock in clocks) / sum(seconds),
-        "parameters": sum(p.numel() for p in trainer.decoder.parameters()),
         "mj_per_token": None if energy.isnan() else energy.item() / (steps * tokens),
         "nonzeros": None, "union": None, "rest_calls": None,
-        "engines": engines(trainer), "settled": settled == engines(trainer),
-        "chosen_by": None if trainer.plans is None else trainer.plans.policy.chosen_by(*trainer.plans.layer),
-        "micro_batches": (first, trainer.micro_batch.size), "gpu_bytes": gpu_bytes(ranks.device),
+        "engines": engines, "settled": engines == chosen,
+        "chosen_by": trainer.plans and trainer.plans.policy.chosen_by(*trainer.plans.layer),
+        "micro_batches": (first, trainer.micro_batch.size),
     }  # fmt: skip
     if sums.nnz is not None:
         counted = torch.stack([sums.nnz, sums.union, sums.rest_calls]).double()
@@ -103,11 +92,6 @@ def measure(
         if min(union) >= 0:  # the union was measured in all layers
             result["union"] = [count * patterns.TOKEN_TILE / tokens for count in union]
     return result
-
-
-def opened_data(config: Config, ranks: Ranks) -> data.Data:
-    workers = config.runtime.data_workers
-    return data.open_data(data.Request.of(config), config.run, config.logging.validation_samples, workers, ranks)
 
 
 def measured(config: Config, ranks: Ranks, *args) -> dict | None:
@@ -125,24 +109,6 @@ def measured(config: Config, ranks: Ranks, *args) -> dict | None:
     return result
 
 
-def decide_soon() -> None:
-    """Choose engines and micro-batches within the warm-up."""
-    plans.DECIDE_EVERY, micro_batch.SETTLED = 2, 1
-
-
-def gpu_bytes(device: torch.device) -> int:
-    """Bytes in use on a GPU by all processes; 0 on a CPU."""
-    if device.type != "cuda":
-        return 0
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free
-
-
-def engines(trainer: Trainer) -> list[str] | None:
-    """Each layer's engine; None if training does not use the kernels."""
-    return None if trainer.plans is None else trainer.plans.engines
-
-
 def freeze(configs: list[Config]) -> None:
     """Change the configurations so that no step changes a weight. Raises ConfigError for options that would still
     change weights, and for variants that cannot share weights."""
@@ -150,15 +116,11 @@ def freeze(configs: list[Config]) -> None:
     for config in configs:
         if config.sparsity.reinit_dead_after_tokens is not None:
             found.append("sparsity.reinit_dead_after_tokens reinitializes weights: with --firing it should be null")
-        for group, values in (
-            ("model", (config.model, first.model)),
-            ("data", (config.data, first.data)),
-            ("training", (config.training, first.training)),
-        ):
-            if values[0] != values[1]:
-                found.append(
-                    f"{group} differs between variants: with --firing they share weights, so it should be the same"
-                )
+        found += [
+            f"{group} differs between variants: with --firing they share weights, so it should be the same"
+            for group in ("model", "data", "training")
+            if getattr(config, group) != getattr(first, group)
+        ]
         config.optimizer.learning_rate = 0.0  # after the checks, which refuse 0; also disables weight decay
     if found:
         raise ConfigError(list(dict.fromkeys(found)))
@@ -196,7 +158,7 @@ def rows(runs: list[tuple[str, Config]], results: list[list[dict | None]], peak_
     found, bases = [], {}
     for (variant, config), rounds in zip(runs, results, strict=True):
         size = config.runtime.micro_batch_size
-        row = {"variant": variant or "(as given)", "micro_batch": size, "out_of_memory": None in rounds}
+        row = {"variant": variant or "(no variant)", "micro_batch": size, "out_of_memory": None in rounds}
         found.append(row)
         base = bases.setdefault(size, row)
         if None in rounds:
@@ -271,7 +233,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("overrides", nargs="*", help="config overrides common to all variants")
     parser.add_argument("--variant", action="append", default=[], help="config overrides of one variant, in one string")
     parser.add_argument(
-        "--micro-batches", type=int, nargs="+", metavar="SIZE", help="measure each variant at each size"
+        "--micro-batches", nargs="+", default=[], metavar="SIZE", help="measure each variant at each size, or at `auto`"
     )
     parser.add_argument(
         "--firing",
@@ -291,14 +253,14 @@ def main(arguments: list[str] | None = None) -> None:
     if args.firing == RECORDED and args.activations is None:
         parser.error(f"--firing recorded needs --activations DIR: {patterns.RECORD}")
     if args.soon:
-        decide_soon()
-    sizes = [f"runtime.micro_batch_size={size}" for size in args.micro_batches or []]
+        plans.DECIDE_EVERY, micro_batch.SETTLED = 2, 1
+    sizes = [[f"runtime.micro_batch_size={size}"] for size in args.micro_batches] or [[]]
     if not 0 <= args.locality <= 1:
         parser.error(f"--locality is {args.locality:g}: it should be from 0 to 1")
     try:
         runs = [
             (variant, from_overrides([*args.overrides, *variant.split(), *size]))
-            for size in ([[size] for size in sizes] or [[]])
+            for size in sizes
             for variant in args.variant or [""]
         ]
         configs = [config for _, config in runs]
@@ -320,12 +282,13 @@ def main(arguments: list[str] | None = None) -> None:
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 8 * len(runs))
     set_determinism(configs[0].runtime.deterministic)
     with process_group(device_type(configs[0].runtime)) as ranks:
-        opened, weights = [opened_data(config, ranks) for config in configs], None
-        if args.locality:
-            opened = [
-                shaped_models.clustered(each, config, ranks, args.locality)
-                for each, config in zip(opened, configs, strict=True)
-            ]
+        weights, opened = None, []
+        for config in configs:
+            workers, samples = config.runtime.data_workers, config.logging.validation_samples
+            opened.append(data.open_data(data.Request.of(config), config.run, samples, workers, ranks))
+            if args.locality:
+                tokens = shaped_models.ClusteredTokens(config, ranks, args.locality)
+                opened[-1] = replace(opened[-1], tokens=tokens)
         if rates is not None:
             weights = shaped_weights(configs[0], ranks, opened[0], rates, args.locality)
         results: list[list[dict | None]] = [[] for _ in runs]

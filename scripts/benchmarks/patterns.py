@@ -1,22 +1,23 @@
-"""Feedforward inputs and weights that fire in a given pattern, for benchmarks and GPU tests.
+"""Feedforward inputs and weights whose neurons fire in a chosen pattern, for benchmarks and GPU tests.
 
 Letters: M tokens, K model width, N neurons. A `Block` holds x [M, K], w_gate, w_up [N, K], w_down [K, N], all bfloat16,
 and neuron n fires for token m if (x w_gate^T)[m, n] > 0. Sources:
 
-    synthetic29 ... synthetic2800   `synthetic`: heavy-tailed tokens, lognormal neuron rates, with that mean per token
-    synthetic5632                   `synthetic`, with every neuron firing for every token
+    synthetic29 ... synthetic2800   `synthetic`: heavy-tailed tokens, lognormal neuron rates; the mean is in the name
+    synthetic5632                   `synthetic`: every neuron fires for every token
     sparse, layer1, ...             `fit`: x and w_gate trained until their product fires as recorded, token by token
     layer4gate                      a recorded input with the recorded gate weight
 
-All but the synthetic ones need a folder of recordings, the argument `activations`, which `python -m sparsellm.analyze
-checkpoint=PATH recordings=FOLDER` writes (format: sparsellm/analysis/recordings.py; the recording of a 0.5B model has
-layers 0 to 7). Recorded tokens are repeated in order to reach any M.
+All patterns except the synthetic ones need a folder of recordings, the argument `activations`, which `python -m
+sparsellm.analyze checkpoint=PATH recordings=FOLDER` writes (format: sparsellm/analysis/recordings.py; the recording of
+a 0.5B model has layers 0 to 7). Recorded tokens are repeated up to the requested M.
 """
 
 import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -41,19 +42,18 @@ DEAD = 0.3  # fraction of synthetic neurons that never fire
 RATE_SIGMA = 1.5  # sigma of the lognormal rates of the others
 RATE_CAP = 0.5  # the largest of these rates
 TOKEN_SIGMA = 0.3  # a token's z is scaled by exp(0.3 n)
-NEVER = 40.0  # threshold in standard deviations of z that no sample reaches
+NEVER = 40.0  # threshold for neurons that never fire, in standard deviations of z
 
 
 @dataclass(frozen=True)
 class Block:
-    """A layer that fires in a given pattern; shapes are at the top of this file."""
+    """A layer whose neurons fire in a chosen pattern; shapes are at the top of this file."""
 
     x: Tensor
     w_gate: Tensor
     w_up: Tensor
     w_down: Tensor
-    note: str = ""
-    mismatches: int = 0  # entries that differ from the recorded pattern
+    note: str = ""  # how well it fits the recorded pattern
 
 
 BASES = ("torch eager", "torch compiled")  # baselines: the same layer in dense PyTorch
@@ -69,7 +69,7 @@ def dense_nongated(x: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
 
 def add_locality(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--locality", type=float, default=0.0, help="0 to 1: how much neighbouring tokens share in random texts"
+        "--locality", type=float, default=0.0, help="0 to 1: how many neurons neighbouring tokens share in random texts"
     )
 
 
@@ -85,42 +85,17 @@ def add_activations(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--activations", type=folder, metavar="DIR", help=f"recorded firing patterns: {RECORD}")
 
 
+class MissingRecording(ValueError):
+    """A pattern or rates need a recording that the folder lacks; the message says how to make one."""
+
+
 def layers_file(activations: Path) -> Path:
-    """The path of the file of recorded layers in a folder. Raises ValueError unless there is exactly one."""
+    """The path of the file of recorded layers in a folder. Raises MissingRecording unless there is exactly one."""
     found = sorted(activations.glob(LAYERS))
     if len(found) == 1:
         return found[0]
     problem = f"has {', '.join(path.name for path in found)}, but should have one" if found else f"has no {LAYERS}"
-    raise ValueError(f"{activations} {problem if activations.is_dir() else 'is not a folder'}: {RECORD}")
-
-
-def obstacle(name: str, activations: Path | None, neurons: int = N) -> str | None:
-    """Why one of PATTERNS cannot be built from a folder of recordings, with a remedy; None if it can."""
-    if name in SYNTHETIC:
-        return None
-    if activations is None:
-        return f"pattern {name!r} is recorded, so it needs --activations DIR: {RECORD}"
-    if name == "layer4gate":
-        for file, shape in ((INPUT, (None, K)), (GATE_WEIGHT, (neurons, K))):
-            path = activations / file
-            if not path.is_file():
-                return f"pattern {name!r} needs {path}: {RECORD}, with this file if the model has a layer 4"
-            found = np.load(path, mmap_mode="r").shape
-            if found[1] != shape[1] or shape[0] not in (None, found[0]):
-                return f"{path} is of a model of width {found[1]:,}: pattern {name!r} needs K {K:,}, N {neurons:,}"
-        return None
-    if name == "sparse" and not (activations / SPARSE).is_file():
-        return f"pattern 'sparse' needs {activations / SPARSE}; of a recorded sparser model, take pattern 'layer4'"
-    try:
-        path = activations / SPARSE if name == "sparse" else layers_file(activations)
-    except ValueError as error:
-        return str(error)
-    with np.load(path) as arrays:
-        if f"{RECORDED[name]}cols" not in arrays:
-            return f"{path} has no {name}: its model has only {_layers(arrays)} layers; {RECORD}"
-        if (found := _neurons(arrays)) != neurons:
-            return f"{path} is of a model of N {found:,}: pattern {name!r} needs N {neurons:,}; {RECORD}"
-    return None
+    raise MissingRecording(f"{activations} {problem if activations.is_dir() else 'is not a folder'}: {RECORD}")
 
 
 def _layers(arrays: np.lib.npyio.NpzFile) -> int:
@@ -136,29 +111,27 @@ def build(name: str, tokens: int, device: str | torch.device, activations: Path 
     """Build the layer for pattern `name` (one of PATTERNS), with K=2048 and N=5632, on `device`. To run fewer tokens on
     the same layer, slice its x.
 
-    Raises ValueError if the pattern needs recordings that are missing.
+    Raises MissingRecording.
     """
     if name in SYNTHETIC:
         return synthetic(SYNTHETIC[name], tokens, K, N, device, seed)
-    if problem := obstacle(name, activations):
-        raise ValueError(problem)
     if name == "layer4gate":
-        x, w_gate = (_bfloat16(activations / file).to(device) for file in (INPUT, GATE_WEIGHT))
+        x, w_gate = (tensor.to(device) for tensor in recorded_gate(activations))
         return _block(repeat(x, tokens), w_gate, seed)
     firing = recorded(name, activations).to(device)
     fitted = fit(firing, K, seed)
     note = f"fit: {fitted.mismatches:,} of {firing.numel():,} differ from the recording, {fitted.steps} steps"
-    return _block(repeat(fitted.x, tokens), fitted.w_gate, seed, note, fitted.mismatches)
+    return _block(repeat(fitted.x, tokens), fitted.w_gate, seed, note)
 
 
-def _block(x: Tensor, w_gate: Tensor, seed: int, note: str = "", mismatches: int = 0) -> Block:
+def _block(x: Tensor, w_gate: Tensor, seed: int, note: str = "") -> Block:
     neurons, width = w_gate.shape
     generator = torch.Generator(x.device).manual_seed(seed + 1)
     w_up, w_down = (
         torch.randn(shape, device=x.device, generator=generator).mul_(WEIGHT_STD).bfloat16()
         for shape in ((neurons, width), (width, neurons))
     )
-    return Block(x, w_gate, w_up, w_down, note, mismatches)
+    return Block(x, w_gate, w_up, w_down, note)
 
 
 # Counts.
@@ -251,20 +224,46 @@ def _thresholds(rates: np.ndarray) -> np.ndarray:
 # Recorded patterns.
 
 
-def recorded(name: str, activations: Path, neurons: int = N) -> Tensor:
-    """bool [M, N], on the CPU: a RECORDED pattern. Raises ValueError like `build`."""
-    if problem := obstacle(name, activations, neurons):
-        raise ValueError(problem)
-    prefix = RECORDED[name]
-    with np.load(activations / SPARSE if name == "sparse" else layers_file(activations)) as arrays:
-        row_counts, columns = arrays[f"{prefix}row_counts"], arrays[f"{prefix}cols"]
-    return dense_firing(row_counts, columns, neurons)
+def recorded(name: str, activations: Path | None, neurons: int = N) -> Tensor:
+    """bool [M, N], on the CPU: a RECORDED pattern. Raises MissingRecording."""
+    if activations is None:
+        raise MissingRecording(f"pattern {name!r} is recorded, so it needs --activations DIR: {RECORD}")
+    path, prefix = activations / SPARSE if name == "sparse" else layers_file(activations), RECORDED[name]
+    if not path.is_file():
+        raise MissingRecording(f"pattern {name!r} needs {path}; of a recorded sparser model, take pattern 'layer4'")
+    with np.load(path) as arrays:
+        if f"{prefix}cols" not in arrays:
+            raise MissingRecording(f"{path} has no {name}: its model has only {_layers(arrays)} layers; {RECORD}")
+        if (found := _neurons(arrays)) != neurons:
+            raise MissingRecording(
+                f"{path} is of a model of N {found:,}: pattern {name!r} needs N {neurons:,}; {RECORD}"
+            )
+        return dense_firing(arrays[f"{prefix}row_counts"], arrays[f"{prefix}cols"], neurons)
+
+
+def recorded_gate(activations: Path | None) -> tuple[Tensor, Tensor]:
+    """x [M, K] and w_gate [N, K], bfloat16, of a recorded layer 4. Raises MissingRecording."""
+    if activations is None:
+        raise MissingRecording(f"pattern 'layer4gate' is recorded, so it needs --activations DIR: {RECORD}")
+    found = []
+    for file, rows in ((INPUT, None), (GATE_WEIGHT, N)):
+        path = activations / file
+        if not path.is_file():
+            raise MissingRecording(
+                f"pattern 'layer4gate' needs {path}: {RECORD}, with this file if the model has a layer 4"
+            )
+        found.append(torch.from_numpy(np.load(path)).view(torch.bfloat16))
+        if found[-1].shape != (rows or len(found[-1]), K):
+            raise MissingRecording(
+                f"{path} is of a model of width {found[-1].shape[1]:,}: pattern 'layer4gate' needs K {K:,}, N {N:,}"
+            )
+    return found[0], found[1]
 
 
 def recorded_rates(activations: Path) -> np.ndarray:
     """float64 [L, N]: the fraction of tokens for which each neuron of the recorded model fired.
 
-    Raises ValueError for a folder without a recording.
+    Raises MissingRecording.
     """
     with np.load(layers_file(activations)) as arrays:
         return np.stack([
@@ -287,12 +286,7 @@ def repeat(rows: Tensor, tokens: int) -> Tensor:
     return rows[torch.arange(tokens, device=rows.device) % len(rows)]
 
 
-def _bfloat16(path: Path) -> Tensor:
-    return torch.from_numpy(np.load(path)).view(torch.bfloat16)
-
-
-@dataclass(frozen=True)
-class Fitted:
+class Fitted(NamedTuple):
     """The result of `fit`."""
 
     x: Tensor  # bfloat16 [M, K], rows of RMS 1

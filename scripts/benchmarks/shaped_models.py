@@ -1,7 +1,7 @@
-"""Whole models with random weights whose neurons fire at given rates: our Decoder, or a Hugging Face Llama.
+"""Whole decoders with random weights whose neurons fire at chosen rates.
 
 Rates: layer l of L uses those of layer floor(R l / L) of R recorded layers. Without a recording, rates are lognormal
-(patterns.py). A given mean scales all rates by one factor.
+(patterns.py). With a mean, all rates are scaled by one factor.
 
 Weights: a token's embedding is the sum of a constant direction, an individual vector of heavy-tailed length, and, for a
 locality above 0, a vector shared by a cluster of the vocabulary (`shape_embedding`). Random texts stay inside one
@@ -17,7 +17,6 @@ Letters: L layers, K model width, N neurons, M tokens, V vocabulary.
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +25,6 @@ from torch import Tensor, nn
 
 from scripts.benchmarks import patterns
 from sparsellm.config import Config
-from sparsellm.data import Data
 from sparsellm.distributed.groups import Ranks
 from sparsellm.model import Decoder
 
@@ -90,11 +88,6 @@ class ClusteredTokens:
             yield tokens.pin_memory() if self.ranks.device.type == "cuda" else tokens, {}
 
 
-def clustered(data: Data, config: Config, ranks: Ranks, locality: float) -> Data:
-    """`data` with its training tokens replaced by random texts of this locality."""
-    return replace(data, tokens=ClusteredTokens(config, ranks, locality))
-
-
 def shape_embedding(embedding: Tensor, locality: float) -> None:
     """Overwrite the embedding [V, K] in place, as described at the top of this file."""
     vocabulary, width = embedding.shape
@@ -107,16 +100,8 @@ def shape_embedding(embedding: Tensor, locality: float) -> None:
     embedding.copy_(token * length + constant)
 
 
-def shape_outputs(layers: nn.ModuleList, std: float) -> None:
-    """Overwrite the output projections from N(0, std / sqrt(2 L)), so that layers add little to the residual stream
-    compared with the embedding, as early in training."""
-    for layer in layers:
-        for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
-            projection.weight.data.normal_(0, std / (2 * len(layers)) ** 0.5)
-
-
 @torch.no_grad()
-def shape_to_rates(model: nn.Module, tokens: Tensor, rates: np.ndarray) -> None:
+def shape_to_rates(decoder: Decoder, tokens: Tensor, rates: np.ndarray) -> None:
     """Shift each layer's gate weight, layer by layer in one forward pass over `tokens`, so that neurons fire at
     `rates`.
 
@@ -144,42 +129,30 @@ def shape_to_rates(model: nn.Module, tokens: Tensor, rates: np.ndarray) -> None:
         t = torch.where(count > 0, (above + below) / 2, never)
         return w - torch.outer(t, e)
 
+    wanted = torch.from_numpy(rates).float().to(tokens.device)
     handles = [
-        mlp.register_forward_pre_hook(calibrate(gate(mlp).data, torch.from_numpy(wanted).float().to(tokens.device)))
-        for mlp, wanted in zip(blocks(model), rates, strict=True)
+        layer.mlp.register_forward_pre_hook(calibrate(gate(layer.mlp).data, of_layer))
+        for layer, of_layer in zip(decoder.layers, wanted, strict=True)
     ]
-    hidden(model, tokens)
+    decoder.hidden(tokens)
     for handle in handles:
         handle.remove()
 
 
 @torch.no_grad()
-def firing_statistics(model: nn.Module, tokens: Tensor) -> tuple[list[float], list[float]]:
+def firing_statistics(decoder: Decoder, tokens: Tensor) -> tuple[list[float], list[float]]:
     """(nonzeros per token, union of 128 consecutive tokens) of each layer, as two lists."""
     found = []
 
     def count(mlp: nn.Module, args: tuple) -> None:
         found.append(patterns.counts(args[0].flatten(0, 1), gate(mlp)))
 
-    handles = [mlp.register_forward_pre_hook(count) for mlp in blocks(model)]
-    hidden(model, tokens)
+    handles = [layer.mlp.register_forward_pre_hook(count) for layer in decoder.layers]
+    decoder.hidden(tokens)
     for handle in handles:
         handle.remove()
     tiles = -(-tokens.numel() // patterns.TOKEN_TILE)
     return [nnz / tokens.numel() for nnz, _ in found], [union / tiles for _, union in found]
-
-
-@torch.no_grad()
-def hidden(model: nn.Module, tokens: Tensor) -> Tensor:
-    """The last hidden states [B, T, K] of tokens [B, T], without logits."""
-    if isinstance(model, Decoder):
-        return model.hidden(tokens)[0]
-    return model.model(input_ids=tokens, use_cache=False).last_hidden_state
-
-
-def blocks(model: nn.Module) -> list[nn.Module]:
-    """Each layer's feedforward block, in order."""
-    return [layer.mlp for layer in (model if isinstance(model, Decoder) else model.model).layers]
 
 
 def gate(mlp: nn.Module) -> Tensor:
@@ -191,15 +164,18 @@ def gate(mlp: nn.Module) -> Tensor:
 def shaped_decoder(config: Config, tokens: Tensor, rates: np.ndarray, locality: float) -> Decoder:
     """A Decoder of `config`, float32, on the device of tokens int64 [B, T], whose neurons fire at `rates` on them.
 
-    The calibrating pass runs in the precision of the caller's autocast. Entries of this embedding are of order 1, so if
-    it is also the head, the last norm's weight is scaled down to make logits of order 1.
+    The calibrating pass runs in the precision of the caller's autocast.
     """
     torch.manual_seed(config.training.seed)
     with tokens.device:
         decoder = Decoder(config.model, config.sparsity.activation)
     shape_embedding(decoder.embed_tokens.weight, locality)
-    shape_outputs(decoder.layers, config.model.init_std)
-    if config.model.tie_embeddings:
+    # As early in training, layers should add little to the residual stream compared with the embedding.
+    std = config.model.init_std / (2 * len(decoder.layers)) ** 0.5
+    for layer in decoder.layers:
+        for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            projection.weight.normal_(0, std)
+    if config.model.tie_embeddings:  # the embedding's entries are of order 1, and logits should be, too
         decoder.norm.weight.fill_(config.model.hidden_size**-0.5)
     shape_to_rates(decoder, tokens, rates)
     return decoder

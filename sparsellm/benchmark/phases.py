@@ -9,10 +9,9 @@ training only one side's, so that peak memory is the side's own.
 
 import copy
 import functools
-import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -90,17 +89,13 @@ def training(sides: Sides, config: BenchmarkConfig, ranks: Ranks) -> Rates:
 
 
 def _steps(side: Side, config: BenchmarkConfig, ranks: Ranks) -> tuple[Sample, dict[str, Any]] | None:
-    subject, device, folder = side.subject, ranks.device, Path(tempfile.mkdtemp())
+    subject, device = side.subject, ranks.device
     tokens = torch.cat([subject.blocks, subject.blocks[:, :1]], 1)
     tokens = tokens.pin_memory() if device.type == "cuda" else tokens
     opened = data.Data(Path(), 0, tokens, cast(Any, _Repeated(tokens)))
     try:
-        trainer = Trainer(training_config(side, config, device), ranks, opened, folder)
-        for name, parameter in trainer.optimizer.parameters.items():
-            sharding.write(parameter, subject.weights[name])
-        if trainer.plans is not None:
-            trainer.plans.begin()
-        with closing(opened.batches(None)) as batches:
+        settings = training_config(side, config, device)
+        with prepared_trainer(settings, ranks, opened, subject.weights) as (trainer, batches):
             for _ in range(SETTLING_STEPS[device.type]):
                 trainer.advance(batches)
             watch = Stopwatch(device)
@@ -109,12 +104,30 @@ def _steps(side: Side, config: BenchmarkConfig, ranks: Ranks) -> tuple[Sample, d
             watch = Stopwatch(device)
             clocks = [trainer.advance(batches)[2] for _ in range(steps)]
             measured = watch.stop(steps * subject.blocks.numel())
-        peak = max(clock.peak_memory or 0 for clock in clocks) or None
-        return measured, {"peak_bytes": peak, "engines": trainer.plans and trainer.plans.engines}
     except (torch.OutOfMemoryError, MicroBatchError):
         return None
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    peak = max(clock.peak_memory or 0 for clock in clocks) or None
+    return measured, {"peak_bytes": peak, "engines": trainer.plans and trainer.plans.engines}
+
+
+@contextmanager
+def prepared_trainer(
+    config: Config, ranks: Ranks, opened: data.Data, weights: dict[str, Tensor] | None
+) -> Iterator[tuple[Trainer, Iterator[tuple[Tensor, dict[str, Any]]]]]:
+    """A trainer in a temporary run folder that is ready for `trainer.advance(batches)`.
+
+    weights: by the decoder's names, instead of the trainer's initial ones.
+    """
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        trainer = Trainer(config, ranks, opened, Path(folder))
+        if weights is not None:
+            for name, parameter in trainer.optimizer.parameters.items():
+                sharding.write(parameter, weights[name])
+        if trainer.plans is not None:
+            trainer.plans.begin()
+        trainer.micro_batch.choose()
+        with closing(opened.batches(None)) as batches:
+            yield trainer, batches
 
 
 def training_config(side: Side, config: BenchmarkConfig, device: torch.device) -> Config:
@@ -151,7 +164,7 @@ def forward(sides: Sides, stock: dict[str, Any], config: BenchmarkConfig, device
 
     works: dict[str, Work] = {}
     for name, side in sides.items():
-        model = _sharing_copy(stock[side.subject.identity])
+        model = sharing_copy(stock[side.subject.identity])
         if kernels := _kernels(side):
             accelerate(model, kernels)
         if device.type == "cuda":
@@ -164,7 +177,7 @@ def forward(sides: Sides, stock: dict[str, Any], config: BenchmarkConfig, device
     return dict(alternate(works, config.seconds, device))
 
 
-def _sharing_copy(model: Any) -> Any:
+def sharing_copy(model: Any) -> Any:
     """A copy of the model's modules that shares its parameters."""
     return copy.deepcopy(model, memo={id(parameter): parameter for parameter in model.parameters()})
 
@@ -179,7 +192,7 @@ def generation(sides: Sides, config: BenchmarkConfig, device: torch.device) -> d
     generators: dict[str, Generator] = {}
     prefills: dict[str, Work] = {}
     for name, side in sides.items():
-        generators[name] = _generator(side, device)
+        generators[name] = generator_of(side, device)
         prefills[name] = functools.partial(prefill, generators[name], prompts_of(side.subject, config))
         for _ in range(WARMUP):
             prefills[name]()
@@ -217,7 +230,7 @@ def prompts_of(subject: Subject, config: BenchmarkConfig) -> list[list[int]]:
     return subject.blocks[: config.prompts, :length].tolist()
 
 
-def _generator(side: Side, device: torch.device) -> Generator:
+def generator_of(side: Side, device: torch.device) -> Generator:
     """A generator without stop tokens, so that every call generates the same number of tokens."""
     with torch.device("meta"):
         decoder = Decoder(side.subject.config, side.subject.activation)
@@ -226,5 +239,5 @@ def _generator(side: Side, device: torch.device) -> Generator:
 
 
 def _kernels(side: Side) -> str | None:
-    """ "cuda" or "triton", whichever this process has loaded; None if PyTorch computes this side."""
+    """The kernels that this process has loaded, "cuda" or "triton"; None if PyTorch computes this side."""
     return (backend.loaded() or "cuda") if side.kernels else None

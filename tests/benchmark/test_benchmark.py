@@ -150,7 +150,7 @@ def test_kernels_and_pytorch_compute_in_the_side_that_is_named_so(run, kernels):
     subject = Subject.open(locate(str(run)), BenchmarkConfig())
     found = {}
     for name, on_kernels in (("kernels", True), ("PyTorch", False)):
-        generator = phases._generator(phases.Side(subject, on_kernels), CPU)
+        generator = phases.generator_of(phases.Side(subject, on_kernels), CPU)
         found[name] = any(isinstance(module, SparseFeedForward) for module in generator.decoder.modules())
         config = phases.training_config(phases.Side(subject, on_kernels), BenchmarkConfig(), CPU)
         assert config.runtime.kernels.name == ("cuda" if on_kernels else "torch")
@@ -170,7 +170,7 @@ def test_every_phase_takes_the_kernels_that_are_loaded(run, kernels, monkeypatch
     )
     sides, config = {"kernels": phases.Side(subject, True)}, BenchmarkConfig(seconds=0.01)
     phases.forward(sides, {subject.identity: phases.stock_model(subject, CPU)}, config, CPU)
-    phases._generator(sides["kernels"], CPU)
+    phases.generator_of(sides["kernels"], CPU)
     taken.append(phases.training_config(sides["kernels"], config, CPU).runtime.kernels.name)
     assert taken == ["triton"] * 3
     about = {"device": "A100", "torch": "2.11", "dtype": "bfloat16", "compiled": True, "text": "held-out"}
@@ -214,7 +214,7 @@ def test_training_that_runs_out_of_memory_is_said_and_the_rest_goes_on(run, monk
 def test_what_decoding_counts_is_what_its_clock_saw(run, monkeypatch):
     """Steps while the clock runs, times sequences."""
     subject = Subject.open(locate(str(run)), BenchmarkConfig())
-    generator, steps, seen = phases._generator(phases.Side(subject, False), CPU), [], []
+    generator, steps, seen = phases.generator_of(phases.Side(subject, False), CPU), [], []
     monkeypatch.setattr(generator, "_step", lambda *given, step=generator._step: (steps.append(1), step(*given)))
 
     class Clock:

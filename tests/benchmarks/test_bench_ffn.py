@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from scripts.benchmarks import bench_ffn, patterns
-from sparsellm.ops import Plan, feedforward
+from scripts.benchmarks.bench_ffn import dense_layer, operator
+from sparsellm.ops import Plan
 
 M, K, N = 300, 32, 64
 GATED = pytest.mark.parametrize("gated", [True, False], ids=["gated", "nongated"])
@@ -20,20 +21,12 @@ def step_of(gated: bool, dtype: torch.dtype, dl1: float = 0.0) -> bench_ffn.Step
     return bench_ffn.Step([t.to(dtype).requires_grad_() for t in (block.x, *weights)], dy, torch.tensor(dl1))
 
 
-def operator(gated: bool, plan: Plan | None):
-    return lambda x, *weights: feedforward(x, *(() if gated else (None,)), *weights, plan)
-
-
-def dense(gated: bool):
-    return patterns.dense_gated if gated else patterns.dense_nongated
-
-
 @GATED
 @pytest.mark.parametrize("chunk", [128, M])
 def test_the_right_gradients_are_those_of_dense_pytorch(gated, chunk, monkeypatch):
     monkeypatch.setattr(patterns, "CHUNK", chunk)
     step = step_of(gated, torch.float64)
-    found = bench_ffn.forward_backward(dense(gated), step)
+    found = bench_ffn.forward_backward(dense_layer(gated), step)
     torch.testing.assert_close(bench_ffn.exact(step), found)
 
 
@@ -56,7 +49,7 @@ def test_saved_bytes_are_the_planes_and_not_the_inputs(gated):
     compiled = torch.compile(registered, dynamic=False, backend="aot_eager")
     bench_ffn.forward_backward(compiled, step)
     ours, theirs = (2, 3) if gated else (1, 1)  # g, u and PyTorch's h; h
-    planes = {dense(gated): theirs, operator(gated, None): ours, registered: ours, compiled: ours}
+    planes = {dense_layer(gated): theirs, operator(gated, None): ours, registered: ours, compiled: ours}
     for forward, expected in planes.items():
         assert bench_ffn.saved_by(forward, step.leaves) == expected * M * N * torch.bfloat16.itemsize
 
@@ -77,10 +70,9 @@ def test_a_table_has_every_variant_whatever_fails(gated, monkeypatch, capsys):
     monkeypatch.setattr(torch, "compile", lambda f, dynamic: compiler(f, dynamic=dynamic, backend="aot_eager"))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(L2_cache_size=1 << 16))
     monkeypatch.setattr(bench_ffn, "alternating_ms", one_call)
-    monkeypatch.setattr(bench_ffn, "peak_bytes", lambda run: len(run()) * bench_ffn.MIB)
-    bench = bench_ffn.Training(SimpleNamespace(gated=gated, training=True, decode=False, profile=False, budget_ms=1.0))
+    args = SimpleNamespace(gated=gated, training=True, decode=False)
     with torch.no_grad():
-        result = bench.measure("synthetic20", patterns.synthetic(20, M, K, N, "cpu"), M - 1)
+        result = bench_ffn.measure(args, "synthetic20", patterns.synthetic(20, M, K, N, "cpu"), M - 1)
     rows = {row["variant"]: row for row in result["variants"]}
     assert list(rows) == ["torch eager", "torch compiled", "torch ours", "tile", "dense", "auto: dense"]
     assert [name for name, row in rows.items() if "failure" in row] == ["tile"]  # there is no tile engine on a CPU
@@ -89,7 +81,6 @@ def test_a_table_has_every_variant_whatever_fails(gated, monkeypatch, capsys):
         if name != "tile":
             assert list(row["errors"]) == ["y", "dx", *gradients]
             assert all(0 < error < 0.02 for error in row["errors"].values())  # of bfloat16, whose ulp is 2^-8
-            assert row["peak_mib"] == 2 + len(gradients)
     assert rows["torch ours"]["speedup"] == 4 / 3
     bench_ffn.show(result)
     bench_ffn.summary([result])
@@ -100,7 +91,7 @@ def test_a_table_has_every_variant_whatever_fails(gated, monkeypatch, capsys):
 
 def test_a_nan_is_the_worst_error(capsys):
     def variant(ms, error):
-        return {"ms": ms, "errors": {"y": 1e-3, "dx": error}, "saved_mib": 1.0, "peak_mib": 1.0}
+        return {"ms": ms, "errors": {"y": 1e-3, "dx": error}, "saved_mib": 1.0}
 
     errors = {"torch eager": 2e-3, "torch compiled": 9e-3, "torch ours": 3e-3, "tile": float("nan"), "dense": 2e-3}
     for worst in ("nan", "1.50"):

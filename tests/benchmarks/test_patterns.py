@@ -1,7 +1,5 @@
-"""The patterns that benchmarks and GPU tests are fed, the tokens that bench_ffn decodes, and what benchmarks do with
-failures; tiny, on the CPU."""
+"""The firing patterns that benchmarks and GPU tests use, and refused recordings; tiny, on the CPU."""
 
-import argparse
 import importlib
 import re
 
@@ -9,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from scripts.benchmarks import bench_model, patterns
-from sparsellm.config import ModelConfig
+from scripts.benchmarks import patterns
 
 
 @pytest.fixture
@@ -113,76 +110,23 @@ def test_what_a_folder_does_not_hold_is_named_with_how_to_make_it(tmp_path):
     pattern = {"row_counts": np.array([1], np.uint16), "cols": np.array([3], np.uint16)}
     of_two_layers = {f"layer{i}_{name}": array for i in range(2) for name, array in pattern.items()}
     np.savez(tmp_path / "firing_patterns.npz", neurons=48, **of_two_layers)
-    assert "is of a model of N 48: pattern 'layer1' needs N 5,632" in patterns.obstacle("layer1", tmp_path)
-    assert patterns.obstacle("layer1", tmp_path, neurons=48) is None
-    assert "has no layer7: its model has only 2 layers" in patterns.obstacle("layer7", tmp_path)
-    assert "firing_pattern_sparse_l4.npz" in patterns.obstacle("sparse", tmp_path)
-    assert "layer4_input_bf16.npy" in patterns.obstacle("layer4gate", tmp_path)
-    assert patterns.obstacle("synthetic29", None) is None
+    assert patterns.recorded("layer1", tmp_path, neurons=48).nonzero().tolist() == [[0, 3]]
+    for name, problem in (
+        ("layer1", "is of a model of N 48: pattern 'layer1' needs N 5,632"),
+        ("layer7", "has no layer7: its model has only 2 layers"), ("sparse", "firing_pattern_sparse_l4.npz"),
+        ("layer4gate", "layer4_input_bf16.npy"),
+    ):  # fmt: skip
+        with pytest.raises(patterns.MissingRecording, match=re.escape(problem)):
+            patterns.build(name, 128, "cpu", tmp_path)
     (tmp_path / "firing_patterns_older.npz").touch()
     with pytest.raises(ValueError, match=r"has firing_patterns\.npz, firing_patterns_older\.npz, but should have one"):
         patterns.layers_file(tmp_path)
 
 
-@pytest.mark.parametrize("script", ["bench_ffn", "bench_model", "bench_generate", "bench_evaluate", "bench_train"])
+@pytest.mark.parametrize("script", ["bench_ffn", "bench_train", "shaped_checkpoint"])
 def test_scripts_refuse_a_folder_without_a_recording_and_say_how_to_make_one(script, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", [script, "--activations", str(tmp_path)])
     with pytest.raises(SystemExit):
         importlib.import_module(f"scripts.benchmarks.{script}").main()
     said = " ".join(capsys.readouterr().err.split())
     assert re.search(rf"--activations: {tmp_path} has no firing_patterns\*\.npz: {HOW}", said)
-
-
-@pytest.fixture
-def tiny_llama():
-    model = ModelConfig(vocab_size=1024, hidden_size=64, intermediate_size=256, num_layers=3, num_heads=4)
-    return bench_model.random_model(model, "cpu", locality=0, seed=0)
-
-
-def test_a_random_model_fires_at_the_rates_it_is_shaped_to(tiny_llama):
-    rates = np.stack([patterns.firing_rates(mean, 256, seed) for seed, mean in enumerate((8, 16, 4))])
-    tokens = bench_model.random_text(8, 256, 1024, "cpu", 0, seed=1)
-    bench_model.shape_to_rates(tiny_llama, tokens, rates)
-    nonzeros, unions = bench_model.firing_statistics(tiny_llama, tokens)
-    assert nonzeros == pytest.approx(rates.sum(1), rel=0.05)
-    assert all(nnz < union <= 256 for nnz, union in zip(nonzeros, unions, strict=True))
-
-
-def test_a_random_model_can_be_of_another_class():
-    model = ModelConfig(1024, 64, 256, 2, 4, num_key_value_heads=2, head_dim=32, qk_norm=True, tie_embeddings=False)
-    qwen = bench_model.random_model(model, "cpu", locality=0, seed=0)
-    assert type(qwen).__name__ == "Qwen3ForCausalLM"
-    rates, tokens = np.full((2, 256), 0.05), bench_model.random_text(8, 256, 1024, "cpu", 0, seed=1)
-    bench_model.shape_to_rates(qwen, tokens, rates)
-    assert bench_model.firing_statistics(qwen, tokens)[0] == pytest.approx(rates.sum(1), rel=0.05)
-
-
-def test_a_sharing_copy_holds_the_same_parameters(tiny_llama):
-    other = bench_model.sharing_copy(tiny_llama)
-    assert other is not tiny_llama
-    assert other.model.layers[1].mlp is not tiny_llama.model.layers[1].mlp
-    assert all(a is b for a, b in zip(other.parameters(), tiny_llama.parameters(), strict=True))
-    assert other.lm_head.weight is tiny_llama.model.embed_tokens.weight
-
-
-@pytest.mark.parametrize("non_gated", [False, True])
-def test_whole_models_are_measured_and_summed_up(non_gated, monkeypatch, capsys):
-    monkeypatch.setattr(bench_model, "CALIBRATION", 2048)
-    monkeypatch.setattr(bench_model, "VARIANTS", ("dense eager", "sparse eager"))  # "sparse": the same without a GPU
-    args = argparse.Namespace(
-        locality=0.0, seed=0, length=128, batch=2, activations=None, mean=8.0, compiled=False,
-        seconds=0.01,
-    )  # fmt: skip
-    neurons = 384 if non_gated else 256
-    model = ModelConfig(1024, 64, neurons, 2, 4, gated=not non_gated)
-    result = bench_model.measure(model, args, "cpu")
-    matrices = (2 if non_gated else 3) * 64 * neurons + 4 * 64 * 64
-    assert result["parameters"] == 1024 * 64 + 2 * (matrices + 2 * 64) + 64
-    assert result["nonzeros_per_layer"] == pytest.approx([8, 8], rel=0.2)
-    dense, sparse = (result["variants"][f"{kind} eager"] for kind in ("dense", "sparse"))
-    assert dense["speedup"] == 1
-    assert sparse["difference"] == 0
-    dense |= {"tokens_per_s": 2e5, "mj_per_token": 5.0}
-    sparse |= {"tokens_per_s": 3e5, "mj_per_token": 4.0}
-    (row,) = bench_model.summary([result, result | {"variants": {"dense eager": {"failure": "none"}}}])
-    assert list(row.values())[2:] == ["200.0", "300.0", "1.500x", "5.00", "4.00", "-20.0%"]

@@ -1,6 +1,7 @@
 """Decoders whose neurons fire at given rates, and the training benchmark that uses them; tiny, on the CPU."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,8 +9,9 @@ import torch
 from small_run import small_config
 
 from scripts.benchmarks import bench_train, patterns, shaped_checkpoint, shaped_models
-from sparsellm import data
 from sparsellm.analysis import text
+from sparsellm.benchmark import phases
+from sparsellm.data import tokenizer
 from sparsellm.distributed.groups import process_group
 from sparsellm.hf import conversion, pretrained
 from sparsellm.model import Decoder
@@ -30,10 +32,10 @@ def test_a_decoder_fires_at_the_rates_it_is_shaped_to(kind, precision):
     fired = []
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == torch.bfloat16):
         decoder = shaped_models.shaped_decoder(config, tokens, rates, locality=0)
-        for mlp in shaped_models.blocks(decoder):
-            mlp.register_forward_hook(lambda _mlp, _args, out: fired.append(out.nnz.item()))
+        for layer in decoder.layers:
+            layer.mlp.register_forward_hook(lambda _mlp, _args, out: fired.append(out.nnz.item()))
         nonzeros, unions = shaped_models.firing_statistics(decoder, tokens)
-        shaped_models.hidden(decoder, others)
+        decoder.hidden(others)
     assert fired[:3] == [round(nnz * tokens.numel()) for nnz in nonzeros]
     # On the calibrating tokens: each count is rounded, and bfloat16 moves what is near the threshold.
     assert nonzeros == pytest.approx(rates.sum(1), rel=1e-3 if precision == torch.float32 else 0.02)
@@ -115,10 +117,10 @@ def test_the_benchmark_trains_frozen_weights_that_fire_as_wanted(benchmark, monk
         """Runs out of memory at micro-batch 8 of the second variant; keeps the weights before and after training."""
         if config.runtime.micro_batch_size == 8 and config.runtime.recompute:
             raise torch.OutOfMemoryError
-        trainers, build = [], bench_train.Trainer
-        monkeypatch.setattr(bench_train, "Trainer", lambda *args: trainers.append(build(*args)) or trainers[-1])
+        trainers, build = [], phases.Trainer
+        monkeypatch.setattr(phases, "Trainer", lambda *args: trainers.append(build(*args)) or trainers[-1])
         result = used(config, ranks, opened, weights, *rest)
-        monkeypatch.setattr(bench_train, "Trainer", build)
+        monkeypatch.setattr(phases, "Trainer", build)
         before_and_after.append((weights, trainers[0].decoder.state_dict()))
         return result
 
@@ -153,10 +155,10 @@ def test_the_benchmark_trains_on_random_texts_and_without_shaping(benchmark):
     assert local["runs"][0]["nonzeros"] == pytest.approx([8, 8], rel=0.2)
     other = benchmark("model=qwen3_0p6b", *QWEN3, "--firing", "8", "--locality", "0.5", "--rounds", "1")
     assert other["runs"][0]["nonzeros"] == pytest.approx([8, 8], rel=0.2)
-    as_given = benchmark("--rounds", "2")
-    assert as_given["runs"][0]["variant"] == "(as given)"
-    assert as_given["runs"][0]["nonzeros"] == pytest.approx([128, 128], rel=0.1)  # half of all neurons
-    assert as_given["runs"][0]["mj_per_token"] is None
+    alone = benchmark("--rounds", "2")
+    assert alone["runs"][0]["variant"] == "(no variant)"
+    assert alone["runs"][0]["nonzeros"] == pytest.approx([128, 128], rel=0.1)  # half of all neurons
+    assert alone["runs"][0]["mj_per_token"] is None
 
 
 @pytest.mark.parametrize(
@@ -191,8 +193,7 @@ def test_options_that_do_not_fit_are_refused(benchmark, arguments, message, caps
 def test_clustered_tokens_differ_by_step_and_rank():
     config = small_config()
     with process_group("cpu") as ranks:
-        opened = data.Data(None, 0, None, None)
-        batches = shaped_models.clustered(opened, config, ranks, 0.5).batches(None)
+        batches = shaped_models.ClusteredTokens(config, ranks, 0.5).batches(None)
         first, second = next(batches)[0], next(batches)[0]
     assert first.shape == (8, 17)
     assert not torch.equal(first, second)
@@ -205,9 +206,12 @@ def test_engines_and_micro_batches_are_chosen_soon_if_asked(benchmark, monkeypat
     benchmark("--variant", "runtime.micro_batch_size=4", "--rounds", "1")
     assert (plans.DECIDE_EVERY, micro_batch.SETTLED) == (8, 4)
     assert "micro-batch of" not in capsys.readouterr().out
-    benchmark("--variant", "runtime.micro_batch_size=auto", "--rounds", "1", "--soon")
+    found = benchmark("--micro-batches", "auto", "4", "--rounds", "1", "--soon")
     assert (plans.DECIDE_EVERY, micro_batch.SETTLED) == (2, 1)
-    assert "micro-batch of runtime.micro_batch_size=auto: 8\n" in capsys.readouterr().out
+    assert [run["micro_batch"] for run in found["runs"]] == ["auto", 4]
+    shown = capsys.readouterr().out
+    assert "micro-batch of (no variant): 8\n" in shown
+    assert "each at its best micro-batch" in shown
 
 
 @pytest.mark.slow
@@ -217,8 +221,8 @@ def test_a_shaped_checkpoint_fires_on_its_text_as_often_as_asked(tmp_path):
         "--sequences", "4", "--length", "64",
     ])  # fmt: skip
     config, activation, weights = conversion.load(tmp_path / "out/hf")
-    tokenizer = pretrained.read_tokenizer(tmp_path / "out/hf", config.vocab_size)
-    tokens = text.of_file(tmp_path / "out/text.txt", tokenizer, sequences=9, length=64)
+    reader = pretrained.read_tokenizer(tmp_path / "out/hf", config.vocab_size)
+    tokens = text.of_file(tmp_path / "out/text.txt", reader, sequences=9, length=64)
     words = (tmp_path / "out/text.txt").read_text().split()
     assert len(tokens) == 4
     assert tokens.flatten().tolist() == [int(word.removeprefix("w")) for word in words]
@@ -228,3 +232,21 @@ def test_a_shaped_checkpoint_fires_on_its_text_as_often_as_asked(tmp_path):
     assert sum(nonzeros) / len(nonzeros) == pytest.approx(
         12, rel=0.2
     )  # tokens other than those that it was shaped with
+
+
+@pytest.mark.slow
+def test_a_shaped_checkpoint_takes_a_tokenizer_and_fires_as_asked_on_a_text(tmp_path):
+    words = Path(shaped_models.__file__).read_text()
+    (tmp_path / "words.txt").write_text(words)
+    tokenizer.save(tokenizer.train([words], 400), tmp_path / "tokenizer")
+    shaped_checkpoint.main([
+        str(tmp_path / "out"), "model=tiny", "model.num_layers=2", "--mean", "12", "--length", "64",
+        "--tokenizer", str(tmp_path / "tokenizer"), "--text", str(tmp_path / "words.txt"),
+    ])  # fmt: skip
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["hf"]
+    config, activation, weights = conversion.load(tmp_path / "out/hf")
+    decoder = Decoder(config, activation)
+    decoder.load_state_dict(weights)
+    reader = pretrained.read_tokenizer(tmp_path / "out/hf", config.vocab_size)
+    nonzeros, _ = shaped_models.firing_statistics(decoder, text.of_file(tmp_path / "words.txt", reader, 256, 64))
+    assert sum(nonzeros) / len(nonzeros) == pytest.approx(12, rel=0.1)

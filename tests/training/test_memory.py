@@ -9,7 +9,7 @@ from sparsellm.ops import Engine, Plan
 from sparsellm.training import memory
 from sparsellm.training.memory import GIB, Sharing
 
-# GiB at the peak of a step of 64 sequences: scripts/benchmarks/bench_memory.py with a limit of 77.
+# GiB at the peak of a step of 64 sequences: docs/RESULTS.md, largest micro-batch in 77 GiB.
 MEASURED = {
     "torch": [
         ("0p5b", 16, 29.93), ("0p5b", 32, 49.34), ("1b", 8, 40.50), ("1b", 16, 61.86),
