@@ -2,24 +2,26 @@
 
     python -m scripts.compare_runs runs/SPARSE runs/DENSE ... --output docs/comparison.png
 
-Top row, over steps: held-out and training cross entropy; each run's training cross entropy minus the mean of all runs,
-at steps that all have logged; nonzero activations per token, mean over layers (if every run has its own colour, thin
-lines show the layers of the first ReLU run). Bottom row: held-out cross entropy over the time of the steps; over steps,
-tokens per second and, for runs on a GPU, the peak memory of tensors.
+Top row, against steps: held-out and training cross entropy; each run's training cross entropy minus the mean of all
+runs, at the steps that all runs have logged; nonzero activations per token, mean over layers (if every run has its own
+colour, thin lines show the layers of the first ReLU run). Bottom row: held-out cross entropy against the time of the
+steps; tokens per second against steps; and, for runs on a GPU, the peak memory of tensors against steps.
 
---json OUT writes a line of JSON for each run: its configuration, some 80 of its rows, and "saved_by", the command,
+--json OUT writes a line of JSON for each run: its configuration, about 80 of its rows, and "saved_by", the command,
 machine, commit and versions of this process.
 
-The table has last values, and the time of each run's steps, in total and until its held-out cross entropy was as low as
-that of the worst run at its end, computed from tokens per second of logged steps, without validations and checkpoints.
+The table has last values, and the time of each run's steps: in total, and until the run's held-out cross entropy was as
+low as that of the worst run at its end. Times are computed from the tokens per second of logged steps, so validations
+and checkpoints are excluded.
 
-If some ReLU runs used the kernels and others PyTorch, colours show which, to tell whether the two differ by more than
-runs of the same kind. Otherwise each run has its own colour. (SiLU runs always use PyTorch.)
+If some ReLU runs used the kernels and others PyTorch, colours show which of the two a run used, to tell whether they
+differ by more than runs of the same kind. Otherwise each run has its own colour. (SiLU runs always use PyTorch.)
 """
 
 import argparse
 import json
 import math
+from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -30,6 +32,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from scripts.benchmarks import harness
+from scripts.benchmarks.harness import cell
 from sparsellm.config import load, to_dict
 from sparsellm.figures import BLUE, ORANGE, STYLE, from_zero, legend_below, plain, saved
 from sparsellm.runs.layout import CONFIG
@@ -37,7 +41,7 @@ from sparsellm.runs.metrics import METRICS, read
 from sparsellm.system.provenance import provenance
 
 Rows = list[dict[str, Any]]
-LAST_ROWS, FIRST_ROWS = 48, 32  # kept of a run, evenly and by logarithm
+LAST_ROWS, FIRST_ROWS = 48, 32  # kept rows: evenly spaced, and spaced logarithmically
 KEPT = (
     "step", "tokens", "lr", "ce", "val_ce", "l1", "l1_coefficient", "nnz_mean", "nnz_per_layer", "dead_per_layer",
     "reinitialized_per_layer", "tokens_per_s", "peak_memory_bytes", "micro_batch_size", "plan_per_layer", "evaluation",
@@ -46,13 +50,14 @@ PATHS = {"kernels": ORANGE, "PyTorch": BLUE}
 
 
 def path(rows: Rows) -> str:
-    """Which path computed a run's feedforward layers, a key of PATHS. Rows without engines are PyTorch's."""
+    """What computed a run's feedforward layers: a key of PATHS. PyTorch's rows may have no engines."""
     engines = {engine for row in rows for engine in row.get("plan_per_layer") or []}
     return "kernels" if engines - {"torch"} else "PyTorch"
 
 
 def thinned(rows: Rows) -> Rows:
-    """KEPT of some rows: denser at the beginning, all validated ones, the first and the last; six digits of numbers."""
+    """The columns KEPT of about 80 rows, with numbers of six digits: the first and the last row, all rows with a
+    validation, and others, more of them at the beginning."""
     wanted = np.concatenate([np.geomspace(1, len(rows), FIRST_ROWS), np.linspace(1, len(rows), LAST_ROWS)])
     chosen = {round(number) - 1 for number in wanted} | {i for i, row in enumerate(rows) if row["val_ce"] is not None}
     return [{key: _short(rows[i].get(key)) for key in KEPT} for i in sorted(chosen)]
@@ -102,97 +107,68 @@ def seconds_to(rows: Rows, loss: float) -> float | None:
     return None
 
 
+def curve(axes: Axes, x: Iterable[float], y: Iterable[Any], *form: str, **style: Any) -> None:
+    """Plot y against x, without the points that have no y."""
+    shown = [point for point in zip(x, y, strict=True) if point[1] is not None]
+    axes.plot(*(zip(*shown, strict=True) if shown else ([], [])), *form, **style)
+
+
 def draw(runs: dict[str, Rows]) -> Figure:
+    """The figure that is described at the top of this file."""
+    by_style = styles(runs)
+    by_run = len({color for color, _ in by_style.values()}) == len(runs)
+    layers_of = next((name for name, rows in runs.items() if by_run and _is_relu(rows)), None)
+    ce = {name: {r["step"]: r["ce"] for r in rows if r["ce"] is not None} for name, rows in runs.items()}
+    mean = {step: fmean(of[step] for of in ce.values()) for step in sorted(set.intersection(*map(set, ce.values())))}
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(13.5, 7.2), layout="constrained")
-        panels = figure.subplots(2, 3).flatten()
-        losses, apart, nonzeros, in_time, speed, memory = panels
-        _losses(losses, runs)
-        _apart(apart, runs)
-        _nonzeros(nonzeros, runs)
-        _in_time(in_time, runs)
-        _per_step(speed, runs, "tokens_per_s", 1, "tokens per second")
-        _per_step(memory, runs, "peak_memory_bytes", 2**30, "largest memory of tensors on a GPU, GiB")
+        losses, apart, nonzeros, in_time, speed, memory = figure.subplots(2, 3).flat
+        for name, rows in runs.items():
+            color, label = by_style[name]
+            columns = {key: [row.get(key) for row in rows] for key in KEPT}
+            steps, held_out = columns["step"], columns["val_ce"]
+            curve(losses, steps, columns["ce"], color=color, alpha=0.3, linewidth=0.9)
+            curve(losses, steps, held_out, "o-", color=color, markersize=3, label=label, zorder=4)
+            curve(apart, mean, [ce[name][step] - mean[step] for step in mean], color=color, linewidth=1, alpha=0.7)
+            curve(nonzeros, steps, columns["nnz_mean"], color=color, linewidth=1.8)
+            if name == layers_of:
+                curve(nonzeros, steps, columns["nnz_per_layer"], color=color, alpha=0.3, linewidth=0.7)
+            curve(in_time, seconds(rows), held_out, "o-", color=color, markersize=3, clip_on=False)
+            # The first step compiles.
+            curve(speed, steps[1:], columns["tokens_per_s"][1:], color=color)
+            gib = [value and value / 2**30 for value in columns["peak_memory_bytes"]]
+            curve(memory, steps[1:], gib[1:], color=color)
+        # Fit everything except each run's first tenth, which may be cut off.
+        settled = [of[step] for of in ce.values() for step in of if 10 * step > max(of)]
+        margin = 0.05 * (max(settled) - min(settled)) or 0.1
+        losses.set_ylim(min(settled) - margin, max(settled) + margin)
+        nats = "cross entropy, nats per token"
+        losses.set(ylabel=nats, title="dots: held-out, light: training")
+        apart.set(ylabel="nats per token", title="training cross entropy, less the mean of all runs")
+        thin = f"; thin: each of {layers_of}" if layers_of else ""
+        nonzeros.set(ylabel="nonzeros per token", title=f"mean of layers{thin}")
+        nonzeros.set_yscale("log", nonpositive="mask")
+        in_time.set(ylabel=nats, title="held-out, over time")
+        speed.set_title("tokens per second")
+        memory.set_title("largest memory of tensors on a GPU, GiB")
+        from_zero(speed)
+        from_zero(memory)
         if not any(len(line.get_xdata()) for line in memory.get_lines()):
             memory.remove()  # no run was on a GPU
         for axes in figure.axes:
             axes.set_xlabel("seconds of steps" if axes is in_time else "step")
             axes.set_xlim(0, None)
             plain(axes.xaxis)
+            plain(axes.yaxis)
         shown = dict(zip(*reversed(losses.get_legend_handles_labels()), strict=True))
         legend_below(figure, shown.values(), shown.keys())
         return figure
 
 
-def _losses(axes: Axes, runs: dict[str, Rows]) -> None:
-    """Draws all training curves light, and the held-out curves on top of them."""
-    settled = []
-    for name, (color, label) in styles(runs).items():
-        rows = runs[name]
-        axes.plot([r["step"] for r in rows], [r["ce"] for r in rows], color=color, alpha=0.3, linewidth=0.9)
-        validated = [r for r in rows if r["val_ce"] is not None]
-        axes.plot(
-            [r["step"] for r in validated], [r["val_ce"] for r in validated], "o-", color=color, markersize=3,
-            label=label, zorder=4,
-        )  # fmt: skip
-        settled += [r["ce"] for r in rows if r["ce"] is not None and 10 * r["step"] > rows[-1]["step"]]
-    low, high = min(settled), max(settled)
-    margin = 0.05 * (high - low) or 0.1
-    axes.set_ylim(low - margin, high + margin)  # fits everything except a run's first tenth, which may be cut off
-    axes.set(ylabel="cross entropy, nats per token", title="dots: held-out, light: training")
-    plain(axes.yaxis)
-
-
-def _apart(axes: Axes, runs: dict[str, Rows]) -> None:
-    ce = {name: {r["step"]: r["ce"] for r in rows if r["ce"] is not None} for name, rows in runs.items()}
-    shared = sorted(set.intersection(*(set(of_run) for of_run in ce.values())))
-    means = [fmean(of_run[step] for of_run in ce.values()) for step in shared]
-    for name, (color, _) in styles(runs).items():
-        distances = [ce[name][step] - mean for step, mean in zip(shared, means, strict=True)]
-        axes.plot(shared, distances, color=color, linewidth=1, alpha=0.7)
-    axes.set(ylabel="nats per token", title="training cross entropy, less the mean of all runs")
-    plain(axes.yaxis)
-
-
-def _nonzeros(axes: Axes, runs: dict[str, Rows]) -> None:
-    by_run = len({color for color, _ in styles(runs).values()}) == len(runs)
-    layers_of = next((name for name, rows in runs.items() if by_run and _is_relu(rows)), None)
-    for name, (color, _) in styles(runs).items():
-        counted = [r for r in runs[name] if r["nnz_mean"] is not None]
-        steps = [r["step"] for r in counted]
-        axes.plot(steps, [r["nnz_mean"] for r in counted], color=color, linewidth=1.8)
-        if name == layers_of:
-            axes.plot(steps, [r["nnz_per_layer"] for r in counted], color=color, alpha=0.3, linewidth=0.7)
-    axes.set(
-        ylabel="nonzeros per token", title="mean of layers" + (f"; thin: each of {layers_of}" if layers_of else "")
-    )
-    axes.set_yscale("log", nonpositive="mask")
-    plain(axes.yaxis)
-
-
-def _in_time(axes: Axes, runs: dict[str, Rows]) -> None:
-    for name, (color, _) in styles(runs).items():
-        took = zip(seconds(runs[name]), runs[name], strict=True)
-        points = [(second, row["val_ce"]) for second, row in took if row["val_ce"] is not None]
-        axes.plot(*zip(*points, strict=True) if points else ([], []), "o-", color=color, markersize=3, clip_on=False)
-    axes.set(ylabel="cross entropy, nats per token", title="held-out, over time")
-    plain(axes.yaxis)
-
-
-def _per_step(axes: Axes, runs: dict[str, Rows], key: str, unit: float, title: str) -> None:
-    """Plot `key` of all rows except the first, whose step compiles."""
-    for name, (color, _) in styles(runs).items():
-        found = [(row["step"], row[key] / unit) for row in runs[name][1:] if row.get(key) is not None]
-        axes.plot(*zip(*found, strict=True) if found else ([], []), color=color)
-    axes.set_title(title)
-    from_zero(axes)
-    plain(axes.yaxis)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, help="run folders")
-    parser.add_argument("--output", type=Path, required=True, help="the picture to write")
+    parser.add_argument("--output", type=Path, required=True, help="the PNG to write")
     parser.add_argument("--json", type=Path, metavar="OUT", help="a line of JSON for each run")
     args = parser.parse_args()
     folders = named(args.runs)
@@ -200,29 +176,22 @@ def main() -> None:
     if empty := [name for name, rows in runs.items() if not rows]:
         parser.error(f"no {METRICS} with rows in: {', '.join(empty)}")
 
-    held_out_last = {name: [r["val_ce"] for r in rows if r["val_ce"] is not None][-1:] for name, rows in runs.items()}
-    common = max((last[0] for last in held_out_last.values() if last), default=math.inf)
-    to_common = f"to {common:.3f}"
-    width = 2 + max(map(len, ["run", *runs]))
-    print(
-        f"{'run':<{width}}{'path':<10}{'steps':>8}{'ce':>9}{'held-out':>10}{'nonzeros':>10}{'dead':>8}{'seconds':>10}"
-        f"{to_common:>10}"
-    )
+    held_out = {name: [row["val_ce"] for row in rows if row["val_ce"] is not None] for name, rows in runs.items()}
+    common = max((losses[-1] for losses in held_out.values() if losses), default=math.inf)
+    table = []
     for name, rows in runs.items():
-        last, validated = rows[-1], held_out_last[name]
-        held_out = f"{validated[0]:.3f}" if validated else "-"
-        until = seconds_to(rows, common) if validated else None
-        took = f"{seconds(rows)[-1]:>10,.0f}{'-' if until is None else f'{until:,.0f}':>10}"
+        last, until = rows[-1], seconds_to(rows, common)
         counted = last["nnz_mean"] is not None
-        count = f"{last['nnz_mean']:.1f}" if counted else "-"
-        dead = f"{sum(last['dead_per_layer']):,}" if counted else "-"
-        print(
-            f"{name:<{width}}{path(rows):<10}{last['step']:>8,}{last['ce']:>9.3f}{held_out:>10}{count:>10}{dead:>8}"
-            f"{took}"
-        )
+        table.append({
+            "run": name, "path": path(rows), "steps": f"{last['step']:,}", "ce": f"{last['ce']:.3f}",
+            "held-out": f"{held_out[name][-1]:.3f}" if held_out[name] else "-",
+            "nonzeros": cell(last["nnz_mean"], ".1f"), "dead": f"{sum(last['dead_per_layer']):,}" if counted else "-",
+            "seconds": f"{seconds(rows)[-1]:,.0f}", f"to {common:.3f}": cell(until, ",.0f"),
+        })  # fmt: skip
+    harness.table(table)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_bytes(saved(draw(runs)))
-    print(f"drawn: {args.output}")
+    print(f"figure: {args.output}")
     if args.json:
         configs = [to_dict(load(folder / CONFIG)) for folder in folders.values()]
         lines = zip(runs.items(), configs, strict=True)

@@ -1,11 +1,10 @@
-"""Draws the two pictures of README.md from the tables of docs/RESULTS.md and the rows of a run.
+"""Draws docs/gains.png of README.md from the tables of docs/RESULTS.md and the metrics of finished runs.
 
     python -m scripts.draw_readme
 
-docs/how_it_works.png   what a feedforward layer computes, dense and sparse, and how training makes it sparse
-docs/gains.png          the speed-up of one layer over its nonzeros, the gains of whole models beside the paper's, and a
-                        run from its first step on, docs/0p5b_150m.jsonl, with the speed against SiLU,
-                        docs/0p5b_300m.jsonl; scripts/compare_runs.py wrote both files
+From top to bottom: the speedup of one layer against its nonzeros; the gains of whole models next to the paper's; and a
+whole run (docs/0p5b_150m.jsonl) with its speed compared with SiLU (docs/0p5b_300m.jsonl). scripts/compare_runs.py wrote
+both files.
 """
 
 import json
@@ -14,18 +13,17 @@ from pathlib import Path
 import matplotlib
 
 matplotlib.use("Agg")
-import numpy as np
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from scripts.compare_runs import Rows, seconds, seconds_to
+from scripts.compare_runs import Rows, curve, seconds, seconds_to
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 OURS, PAPER, DENSE, INK = "#1f77b4", "#e08214", "#8c8c8c", "#222222"
 DARK, LIGHT = "#08519c", "#6baed6"  # two shades of OURS
-WIDTH, DPI = 8.3, 200  # GitHub shows 830 pixels, so text on the page has the size given here
+WIDTH, DPI = 8.3, 200  # inches; GitHub shows 830 pixels, so text on the page has its size in points
 MODELS = ("0.5B", "1B", "1.5B", "2B")
 STYLE = {
     "font.size": 9, "font.family": "DejaVu Sans", "axes.titlesize": 9.5, "axes.labelsize": 9, "legend.fontsize": 8.5,
@@ -39,7 +37,7 @@ Row = dict[str, str]
 def table(heading: str, text: str) -> list[Row]:
     """The rows of the first table under the line `## heading` of a Markdown text, keyed by column."""
     if f"## {heading}\n" not in text:
-        raise ValueError(f"docs/RESULTS.md has no section {heading!r}: the pictures read its table, so name it there")
+        raise ValueError(f"docs/RESULTS.md has no section {heading!r}: docs/gains.png needs its table")
     section = text.split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
     lines = [line for line in section.splitlines() if line.startswith("|")]
     header, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
@@ -118,14 +116,14 @@ def _rows(name: str) -> dict[str, Rows]:
 
 
 def _faster(baseline: Rows, ours: Rows) -> float:
-    """How many times as fast `ours` reaches a held-out loss that both reach."""
+    """How many times as fast as the baseline `ours` reaches the lowest held-out loss that both runs reach."""
     common = max(rows[-1]["val_ce"] for rows in (baseline, ours))
     return seconds_to(baseline, common) / seconds_to(ours, common)
 
 
 def _run(figure: Figure, rows: dict[str, Rows], longer: dict[str, Rows]) -> None:
-    """Draw nonzeros, speed and loss of a run on the kernels ("kernels") and of the same run in PyTorch ("torch").
-    `longer`: an L1 run and a dense SiLU run; the figure states only their ratio of times to the same loss."""
+    """Draw nonzeros, speed and loss of a run with the kernels ("kernels") and of the same run in PyTorch ("torch").
+    `longer`: an L1 run and a dense SiLU run, whose times to the same loss are compared in a sentence only."""
     grid = figure.add_gridspec(1, 3, left=0.06, right=0.985, top=0.217, bottom=0.055, wspace=0.24)
     fires, speed, loss = (figure.add_subplot(cell) for cell in grid)
     ours = rows["kernels"]
@@ -137,9 +135,8 @@ def _run(figure: Figure, rows: dict[str, Rows], longer: dict[str, Rows]) -> None
     for name, color in (("torch", DENSE), ("kernels", OURS)):
         of_run = rows[name][1:]  # the first step compiles
         speed.plot([row["step"] for row in of_run], [row["tokens_per_s"] / 1000 for row in of_run], color=color)
-        took = zip(seconds(rows[name]), rows[name], strict=True)
-        points = [(second / 60, row["val_ce"]) for second, row in took if row["val_ce"] is not None]
-        loss.plot(*zip(*points, strict=True), "o-", color=color, markersize=2.5)
+        minutes = [second / 60 for second in seconds(rows[name])]
+        curve(loss, minutes, [row["val_ce"] for row in rows[name]], "o-", color=color, markersize=2.5)
     speed.set_title("thousand tokens per second", fontsize=9, loc="left")
     speed.set_ylim(0, 470)
     speed.text(1145, 445, "sparsellm", color=OURS, ha="right", fontweight="bold", fontsize=8.5)
@@ -170,12 +167,12 @@ def _lines(axes: Axes, training: tuple[list[float], list[float]], forward: tuple
     axes.text(65, 0.1, "layers of a\n0.5B model, trained", ha="center", va="bottom", fontsize=8.5, color=OURS)
     axes.axhline(1, color=DENSE, linewidth=1.2, linestyle=(0, (4, 2)))
     axes.text(18.6, 0.93, "dense PyTorch", color="#666666", fontsize=8.5, va="top")
-    for (nonzeros, speed_ups), color, marker, label, place in (
+    for (nonzeros, speed_ups), color, marker, label, at in (
         (training, DARK, "o", "forward + backward", (23, 3.42)),
         (forward, LIGHT, "s", "forward", (20, 1.97)),
     ):
         axes.plot(nonzeros, speed_ups, marker=marker, color=color, linewidth=1.8, markersize=4.5)
-        axes.text(*place, label, color=color, fontweight="bold")
+        axes.text(*at, label, color=color, fontweight="bold")
     ticks = (20, 50, 100, 200, 500, 1000, 2816)
     axes.set_xscale("log")
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
@@ -190,11 +187,11 @@ def _lines(axes: Axes, training: tuple[list[float], list[float]], forward: tuple
 def _bars(axes: Axes, title: str, theirs: dict[str, float], ours: dict[str, float], first: bool) -> None:
     axes.set_title(title, fontsize=9, loc="left")
     for values, color, shift, digits in ((ours, OURS, -0.2, ".0f"), (theirs, PAPER, 0.2, ".1f")):
-        for place, model in enumerate(MODELS):
+        for row, model in enumerate(MODELS):
             if model in values:
-                axes.barh(place + shift, values[model], 0.38, color=color)
+                axes.barh(row + shift, values[model], 0.38, color=color)
                 axes.text(
-                    max(values[model], 0) + 1, place + shift, f"{values[model]:{digits}}", va="center", fontsize=7.5
+                    max(values[model], 0) + 1, row + shift, f"{values[model]:{digits}}", va="center", fontsize=7.5
                 )
     axes.axvline(0, color="#555555", linewidth=0.7)
     axes.set_xlim(-3, 54)
@@ -206,132 +203,10 @@ def _bars(axes: Axes, title: str, theirs: dict[str, float], ours: dict[str, floa
         axes.spines[side].set_visible(False)
 
 
-def draw_how_it_works(text: str) -> Figure:
-    """Draws the layer and its training. Lengths are inches. The fraction of coloured cells is measured only where a
-    number is given below; elsewhere it is a sketch."""
-    figure = plt.figure(figsize=(WIDTH, 5.6))
-    axes = figure.add_axes((0, 0, 1, 1))
-    axes.set_xlim(0, WIDTH)
-    axes.set_ylim(0, 5.6)
-    axes.axis("off")
-    fires = np.zeros((8, 22), dtype=bool)
-    for token, neurons in enumerate(((4, 17), (9,), (4,), (2, 9, 17), (13,), (4, 20), (9,), (13, 17))):
-        fires[token, neurons] = True
-    used = fires.any(0)
-
-    for top, title, sparse in (
-        (5.48, "A dense layer multiplies by every weight", False),
-        (3.60, "sparsellm multiplies by the weights of active neurons only", True),
-    ):
-        color = OURS if sparse else DENSE
-        axes.text(0.15, top, title, fontweight="bold", fontsize=10.5, va="top", color=color if sparse else INK)
-        y, height = top - 1.27, 0.90
-        _block(axes, 0.25, y, 0.42, height, "#c9d3dc")
-        _below(axes, 0.46, y, "tokens x")
-        _block(axes, 1.15, y, 0.95, height, color)
-        _below(axes, 1.62, y, "gate weights: all")
-        if sparse:
-            _packed(axes, 3.02, y, height, fires)
-            _below(axes, 3.55, y, "packed: active neurons, values")
-        else:
-            _cells(axes, 2.60, y, 1.9, height, fires, color)
-            _below(axes, 3.55, y, "relu(gate): 99% zeros, a row per token")
-        stripes = used if sparse else np.ones_like(used)
-        _block(axes, 5.05, y, 0.95, height, color, stripes[None, :].T)
-        _below(axes, 5.52, y, "up weights: few" if sparse else "up weights: all")
-        _block(axes, 6.40, y, 0.95, height, color, stripes[None, :])
-        _below(axes, 6.87, y, "down weights: few" if sparse else "down weights: all")
-        _block(axes, 7.72, y, 0.42, height, "#c9d3dc")
-        _below(axes, 7.93, y, "y")
-        for start, end in ((0.72, 1.10), (2.15, 2.55), (4.57, 4.98), (6.04, 6.35), (7.40, 7.68)):
-            _arrow(axes, start, end, y + height / 2)
-        if sparse:
-            axes.text(
-                2.33, y + height + 0.07, "the kernel packs while it multiplies", ha="center", fontsize=8, color=OURS
-            )
-
-    learned = {row["after 400 steps"]: row for row in table("L1 loss: the first 400 steps", text)}["ReLU + L1 2e-5"]
-    axes.text(
-        0.15, 1.76, "Training with an L1 loss makes the activations sparse", fontweight="bold", fontsize=10.5,
-        va="top",
-    )  # fmt: skip
-    for place, step in enumerate(("step 1", "step 200", "step 400")):
-        nonzeros = number(learned[f"nonzeros at {step}"])
-        left = 0.25 + 1.87 * place
-        share = nonzeros / 5632
-        cells = np.zeros(20 * 44, dtype=bool)
-        cells[np.random.default_rng(place).permutation(cells.size)[: round(share * cells.size)]] = True
-        _cells(axes, left, 0.62, 1.6, 0.75, cells.reshape(20, 44), OURS, line=0.15)
-        _below(axes, left + 0.8, 0.62, f"{step}: {nonzeros:,.0f} of 5,632 active")
-        if place:
-            _arrow(axes, left - 0.24, left - 0.03, 1.0)
-    axes.text(
-        5.78, 1.40,
-        "Each layer trains dense at first, then on\nthe sparse kernels, once they are faster:\nforward and backward."
-        "\n\nNo nonzero is dropped or approximated.",
-        va="top", fontsize=8.5, linespacing=1.35,
-    )  # fmt: skip
-    axes.text(0.25, 0.12, "0.5B model, coefficient 2e-5, 400 steps of 65,536 tokens", fontsize=8, color="#555555")
-    return figure
-
-
-def _block(
-    axes: Axes, x: float, y: float, width: float, height: float, color: str, stripes: np.ndarray | None = None
-) -> None:
-    """Draws a matrix; with `stripes`, bool [rows, 1] or [1, columns], it is coloured only where they are True."""
-    if stripes is None:
-        axes.add_patch(Rectangle((x, y), width, height, facecolor=color, edgecolor="white", linewidth=0.5))
-    else:
-        _cells(axes, x, y, width, height, stripes, color)
-
-
-def _cells(
-    axes: Axes, x: float, y: float, width: float, height: float, colored: np.ndarray, color: str, line: float = 0.4
-) -> None:
-    rows, columns = colored.shape
-    for row, column in np.ndindex(rows, columns):
-        axes.add_patch(
-            Rectangle(
-                (x + column * width / columns, y + height - (row + 1) * height / rows), width / columns, height / rows,
-                facecolor=color if colored[row, column] else "#f1f3f5", edgecolor="white", linewidth=line,
-            )
-        )  # fmt: skip
-    axes.add_patch(Rectangle((x, y), width, height, fill=False, edgecolor="#b5bcc4", linewidth=0.6))
-
-
-def _packed(axes: Axes, x: float, y: float, height: float, fires: np.ndarray) -> None:
-    """Draws each token's packed list: one box per active neuron, with the neuron's index."""
-    step = height / len(fires)
-    for row, token in enumerate(fires):
-        bottom = y + height - (row + 1) * step
-        axes.add_patch(Rectangle((x - 0.02, bottom), 0.03, step * 0.8, facecolor="#b5bcc4", linewidth=0))
-        for place, neuron in enumerate(np.flatnonzero(token)):
-            axes.add_patch(
-                Rectangle((x + 0.05 + place * 0.34, bottom), 0.31, step * 0.86, facecolor=OURS, linewidth=0)
-            )  # fmt: skip
-            axes.text(
-                x + 0.205 + place * 0.34, bottom + step * 0.41, f"{neuron}", color="white", fontsize=5.5, ha="center",
-                va="center",
-            )  # fmt: skip
-
-
-def _below(axes: Axes, x: float, y: float, label: str) -> None:
-    axes.text(x, y - 0.07, label, ha="center", va="top", fontsize=8.5)
-
-
-def _arrow(axes: Axes, start: float, end: float, y: float) -> None:
-    axes.annotate(
-        "", (end, y), (start, y), arrowprops={"arrowstyle": "-|>", "color": "#555555", "shrinkA": 0, "shrinkB": 0}
-    )
-
-
 def main() -> None:
-    text = (DOCS / "RESULTS.md").read_text()
     with plt.rc_context(STYLE):
-        for name, draw in (("how_it_works", draw_how_it_works), ("gains", draw_gains)):
-            figure = draw(text)
-            figure.savefig(DOCS / f"{name}.png", dpi=DPI, facecolor="white", metadata={"Software": None})
-            plt.close(figure)
+        figure = draw_gains((DOCS / "RESULTS.md").read_text())
+        figure.savefig(DOCS / "gains.png", dpi=DPI, facecolor="white", metadata={"Software": None})
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""Report on finished runs, such as those of a sweep: figures, and Markdown tables for RESULTS.md.
+"""Reports on finished runs, such as those of a sweep: figures, and Markdown tables for RESULTS.md.
 
     python -m scripts.evidence_report runs/mini-* --output runs/mini
     python -m scripts.evidence_report docs/mini.jsonl --output docs/mini
     python -m scripts.evidence_report docs/results/mini_width.jsonl --widths docs/mini_width.png
 
-Runs are given as run folders, or as files with one line of JSON per run: {"name", "config", "rows", "task_rows"}.
-"rows" holds about 80 rows of its metrics, and "task_rows" the number of rows that `evaluate` scored per task. --save
-OUT writes such a file; "saved_by" is the command, machine, commit and versions of the process that read the folder.
+Its arguments are run folders, or files with one line of JSON per run: {"name", "config", "rows", "task_rows"}, where
+"rows" are about 80 rows of the run's metrics and "task_rows" is the number of rows that `evaluate` scored per task.
+--save OUT writes such a file, with "saved_by": the command, machine, commit and versions of the process that read the
+folder.
 
 OUTPUT_sweep.png: cross entropy, nonzeros, dead neurons and accuracy against the L1 coefficient; nonzeros and dead
 neurons over training tokens. OUTPUT_dead.png: remedies for dead neurons, compared with plain runs at the same
@@ -32,24 +33,20 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from scripts.compare_runs import thinned
+from scripts.benchmarks.harness import cell
+from scripts.compare_runs import curve, thinned
 from sparsellm.config import definition, load
 from sparsellm.evaluation.results import RESULTS
 from sparsellm.evaluation.tasks import TASKS
 from sparsellm.figures import GREY, STYLE, chance_line, from_zero, legend_below, percent, plain, saved
 from sparsellm.runs.layout import CONFIG, EVALUATION, checkpoint
 from sparsellm.runs.metrics import METRICS, read
+from sparsellm.sweep.figure import spelled
 from sparsellm.system.provenance import provenance
 
 Row = dict[str, Any]
 LOSSES = 0.01, 0.02  # relative increases of cross entropy for which the coefficient is reported
 REMEDIES = {"redrawn": "dead rows reinitialized", "blended": "dead rows blended", "warm_up": "coefficient warms up"}
-
-
-def spelled(coefficient: float) -> str:
-    """The coefficient as text: "3.2e-4" or "0"."""
-    mantissa, _, exponent = f"{coefficient:e}".partition("e")
-    return f"{float(mantissa):g}e{int(exponent)}" if coefficient else "0"
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
@@ -85,35 +82,24 @@ class Run:
         self.relu: bool = config["sparsity.activation"] == "relu"
         self.seed: int = config["training.seed"]
         self.remedy = remedy(config)
-        self.neurons: int = config["model.intermediate_size"] * config["model.num_layers"]
         self.width: int = config["model.intermediate_size"]
+        self.neurons = self.width * config["model.num_layers"]
         self.dead_after: int = config["sparsity.dead_after_tokens"]
+        self.ce: float = self.last["val_ce"]
+        self.nonzeros: float | None = self.last["nnz_mean"]
+        self.tokens_per_s = median(row["tokens_per_s"] for row in self.rows)
+        scores = self.last["evaluation"] or {}
+        # The score of each task; {} if any task has no score.
+        self.scores = {task: scores[task] for task in TASKS} if scores.get("mean") is not None else {}
+        self.kind = (f"ReLU + L1, {spelled(self.coefficient)}" if self.coefficient else "ReLU") if self.relu else "SiLU"
 
-    @property
-    def kind(self) -> str:
-        if not self.relu:
-            return "SiLU"
-        return f"ReLU + L1, {spelled(self.coefficient)}" if self.coefficient else "ReLU"
-
-    @property
-    def ce(self) -> float:
-        return self.last["val_ce"]
-
-    @property
-    def nonzeros(self) -> float | None:
-        return self.last["nnz_mean"]
-
-    def dead(self, row: Row) -> float | None:
-        """The fraction of dead neurons; None before sparsity.dead_after_tokens, and for SiLU."""
+    def dead(self, row: Row | None = None) -> float | None:
+        """The fraction of dead neurons at a row, by default the last; None before sparsity.dead_after_tokens, and for
+        SiLU."""
+        row = row or self.last
         if row["dead_per_layer"] is None or row["tokens"] < self.dead_after:
             return None
         return sum(row["dead_per_layer"]) / self.neurons
-
-    @property
-    def scores(self) -> dict[str, float]:
-        """The score of each task; {} if any task has no score."""
-        found = self.last["evaluation"] or {}
-        return {task: found[task] for task in TASKS} if found.get("mean") is not None else {}
 
     @property
     def accuracy(self) -> tuple[float, float] | None:
@@ -123,10 +109,6 @@ class Run:
             return None
         variance = sum(p * (1 - p) / rows[task] for task, p in self.scores.items())
         return fmean(self.scores.values()), math.sqrt(variance) / len(self.scores)
-
-    @property
-    def tokens_per_s(self) -> float:
-        return median(row["tokens_per_s"] for row in self.rows)
 
 
 class Sweep:
@@ -145,7 +127,8 @@ class Sweep:
         return None if self.without is None else run.ce / self.without.ce - 1
 
     def remedies(self) -> list[Run]:
-        """The plain runs at the remedies' coefficient, by seed, then the remedies; [] without a plain run of seed 0."""
+        """The runs at the remedies' coefficient: those without a remedy, by seed, then those with one. [] if no run
+        without a remedy has seed 0."""
         coefficients = [run.coefficient for run in self.runs if run.remedy is not None][:1]
         alike = [run for run in self.runs if run.relu and run.coefficient in coefficients]
         plain = sorted((run for run in alike if run.remedy is None), key=lambda run: run.seed)
@@ -165,102 +148,92 @@ class Sweep:
         return None
 
 
-def markdown(sweep: Sweep) -> str:
-    def cell(form: str, value: float | None) -> str:
-        return "" if value is None else form.format(value)
+def table(rows: list[dict[str, str]]) -> str:
+    """Rows under their keys, as a Markdown table."""
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *(row.values() for row in rows)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
-    lines = [
-        "| run | held-out cross entropy | over ReLU without L1 | nonzeros per token | dead neurons | mean accuracy |"
-        " tokens/s |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for run in sweep.runs:
-        cells = (
-            run.name, f"{run.ce:.4f}", cell("{:+.2%}", sweep.increase(run)), cell("{:.1f}", run.nonzeros),
-            cell("{:.1%}", run.dead(run.last)), "{:.1%} ± {:.1%}".format(*run.accuracy) if run.accuracy else "",
-            f"{run.tokens_per_s:,.0f}",
-        )  # fmt: skip
-        lines.append(f"| {' | '.join(cells)} |")
+
+def markdown(sweep: Sweep) -> str:
+    parts = [table([
+        {
+            "run": run.name, "held-out cross entropy": f"{run.ce:.4f}",
+            "over ReLU without L1": cell(sweep.increase(run), "+.2%"), "nonzeros per token": cell(run.nonzeros, ".1f"),
+            "dead neurons": cell(run.dead(), ".1%"),
+            "mean accuracy": "{:.1%} ± {:.1%}".format(*run.accuracy) if run.accuracy else "-",
+            "tokens/s": f"{run.tokens_per_s:,.0f}",
+        }
+        for run in sweep.runs
+    ])]  # fmt: skip
     if scored := [run for run in sweep.runs if run.scores]:
-        lines += ["", f"| run | {' | '.join(TASKS)} |", "|---" * (len(TASKS) + 1) + "|"]
-        lines += [f"| {run.name} | {' | '.join(f'{run.scores[task]:.1%}' for task in TASKS)} |" for run in scored]
-    lines.append("")
+        parts.append(table([{"run": run.name} | {t: f"{run.scores[t]:.1%}" for t in TASKS} for run in scored]))
+    prices = []
     for loss in LOSSES:
-        said = "no coefficient of the sweep"
+        answer = "no coefficient of the sweep"
         if (price := sweep.price(loss)) is not None:
-            said = f"{spelled(float(f'{price[0]:.2g}'))}, {price[1]:.1f} nonzeros of {sweep.runs[0].width:,}"
-        lines.append(f"- {loss:.0%} of cross entropy: {said}.")
-    return "\n".join(lines)
+            answer = f"{spelled(float(f'{price[0]:.2g}'))}, {price[1]:.1f} nonzeros of {sweep.runs[0].width:,}"
+        prices.append(f"- {loss:.0%} of cross entropy: {answer}.")
+    return "\n\n".join([*parts, "\n".join(prices)])
 
 
 def draw_sweep(sweep: Sweep) -> Figure | None:
     """The figure of the sweep; None if there is no ReLU run."""
     if not sweep.relu:
         return None
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(11, 6.2), layout="constrained")
-        loss, nonzeros, dead, accuracy, nonzeros_over, dead_over = figure.subplots(2, 3).flat
-        levels: list[tuple[Axes, Callable[[Run], float | None], str]] = [
-            (loss, sweep.increase, "held-out cross entropy\nover ReLU without L1"),
-            (nonzeros, lambda run: run.nonzeros, "nonzeros per token and layer"),
-            (dead, lambda run: run.dead(run.last), "dead neurons"),
-            (accuracy, lambda run: run.accuracy and run.accuracy[0], "mean accuracy"),
-        ]
-        for axes, value, label in levels:
-            _against_coefficient(axes, sweep, value)
-            axes.set(xlabel="L1 coefficient (`sum`)", ylabel=label, xscale="log")
-            swept = [run.coefficient for run in sweep.sparse]
-            axes.set_xticks(swept, [spelled(coefficient) for coefficient in swept], fontsize=7)
-            axes.minorticks_off()
-        for level in LOSSES if sweep.without else ():
-            loss.axhline(level, color=GREY, linewidth=0.8, linestyle=":")
-        _errors(accuracy, sweep)
-        for axes, _, _ in levels if sweep.sparse else ():  # otherwise error bars reach below 0 or up to 1
-            axes.set_xlim(sweep.sparse[0].coefficient / 1.3, sweep.sparse[-1].coefficient * 1.3)
-        _over_tokens(nonzeros_over, dead_over, {spelled(run.coefficient): run for run in sweep.relu})
-        for axes in (nonzeros, nonzeros_over):
-            axes.set_yscale("log", nonpositive="mask")
-            plain(axes.yaxis)
-        for axes in (loss, dead, accuracy):
-            percent(axes.yaxis)
-        from_zero(dead, least=0.01)
-        loss.legend()
-        nonzeros_over.legend(title="coefficient", fontsize=7, ncols=2)
-        return figure
-
-
-def _against_coefficient(axes: Axes, sweep: Sweep, value: Callable[[Run], float | None]) -> None:
-    shown = [(run.coefficient, y) for run in sweep.sparse if (y := value(run)) is not None]
-    axes.plot(*zip(*shown, strict=True) if shown else ([], []), "o-", color="C0", label="ReLU + L1")
+    figure = Figure(figsize=(11, 6.2), layout="constrained")
+    loss, nonzeros, dead, accuracy, nonzeros_over, dead_over = figure.subplots(2, 3).flat
+    levels: list[tuple[Axes, Callable[[Run], float | None], str]] = [
+        (loss, sweep.increase, "held-out cross entropy\nover ReLU without L1"),
+        (nonzeros, lambda run: run.nonzeros, "nonzeros per token and layer"),
+        (dead, Run.dead, "dead neurons"),
+        (accuracy, lambda run: run.accuracy and run.accuracy[0], "mean accuracy"),
+    ]
+    swept = [run.coefficient for run in sweep.sparse]
     seeds = [run for run in sweep.runs if run.relu and run.coefficient and run.seed and run.remedy is None]
-    seeds = [run for run in seeds if value(run) is not None]
-    if seeds:
-        x, y = [run.coefficient for run in seeds], [value(run) for run in seeds]
-        axes.plot(x, y, "o", color="C0", fillstyle="none", label="another seed")
-    for color, label, runs in (("C1", "ReLU", [sweep.without] if sweep.without else []), (GREY, "SiLU", sweep.silu)):
-        for number, run in enumerate(runs):
-            if (level := value(run)) is not None:
-                axes.axhline(level, color=color, linestyle=(0, (4, 2)), linewidth=1, label=None if number else label)
+    for axes, value, label in levels:
+        curve(axes, swept, map(value, sweep.sparse), "o-", color="C0", label="ReLU + L1")
+        if levels_of_seeds := [(run.coefficient, y) for run in seeds if (y := value(run)) is not None]:
+            axes.plot(*zip(*levels_of_seeds, strict=True), "o", color="C0", fillstyle="none", label="another seed")
+        for color, runs in (("C1", [sweep.without] if sweep.without else []), (GREY, sweep.silu)):
+            for number, run in enumerate(runs):
+                if (level := value(run)) is not None:
+                    name = None if number else run.kind
+                    axes.axhline(level, color=color, linestyle=(0, (4, 2)), linewidth=1, label=name)
+        axes.set(xlabel="L1 coefficient (`sum`)", ylabel=label, xscale="log")
+        axes.set_xticks(swept, list(map(spelled, swept)), fontsize=7)
+        axes.minorticks_off()
+    for level in LOSSES if sweep.without else ():
+        loss.axhline(level, color=GREY, linewidth=0.8, linestyle=":")
+    if scored := [(run.coefficient, *run.accuracy) for run in sweep.sparse if run.accuracy]:
+        x, y, errors = zip(*scored, strict=True)
+        accuracy.errorbar(x, y, yerr=errors, fmt="none", color="C0", capsize=1.5, elinewidth=0.8)
+        chance_line(accuracy, fmean(task.chance for task in TASKS.values()), "chance")
+    for axes, _, _ in levels if swept else ():  # otherwise error bars reach below 0 or up to 1
+        axes.set_xlim(swept[0] / 1.3, swept[-1] * 1.3)
+    _over_tokens(nonzeros_over, dead_over, {spelled(run.coefficient): run for run in sweep.relu})
+    _logarithmic(nonzeros)
+    for axes in (loss, dead, accuracy):
+        percent(axes.yaxis)
+    from_zero(dead, least=0.01)
+    loss.legend()
+    nonzeros_over.legend(title="coefficient", fontsize=7, ncols=2)
+    return figure
 
 
-def _errors(axes: Axes, sweep: Sweep) -> None:
-    scored = [run for run in sweep.sparse if run.accuracy]
-    for run in scored:
-        mean, error = run.accuracy or (0, 0)
-        axes.errorbar(run.coefficient, mean, yerr=error, color="C0", capsize=1.5, elinewidth=0.8)
-    if scored:
-        chance_line(axes, fmean(task.chance for task in TASKS.values()), "chance")
+def _logarithmic(axes: Axes) -> None:
+    axes.set_yscale("log", nonpositive="mask")
+    plain(axes.yaxis)
 
 
 def _over_tokens(nonzeros: Axes, dead: Axes, runs: dict[str, Run]) -> None:
     colors = matplotlib.colormaps["viridis"](np.linspace(0, 0.93, len(runs)))
     for color, (label, run) in zip(colors, runs.items(), strict=True):
         millions = [row["tokens"] / 1e6 for row in run.rows]
-        nonzeros.plot(millions, [row["nnz_mean"] for row in run.rows], color=color, label=label)
-        shares = [math.nan if (share := run.dead(row)) is None else share for row in run.rows]
-        dead.plot(millions, shares, color=color, label=label)
+        curve(nonzeros, millions, [row["nnz_mean"] for row in run.rows], color=color, label=label)
+        curve(dead, millions, map(run.dead, run.rows), color=color)
     nonzeros.set(xlabel="million tokens", ylabel="nonzeros per token and layer", xscale="log")
     plain(nonzeros.xaxis)
+    _logarithmic(nonzeros)
     dead.set(xlabel="million tokens", ylabel="dead neurons")
     percent(dead.yaxis)
 
@@ -270,22 +243,19 @@ def draw_remedies(sweep: Sweep) -> Figure | None:
     runs = {_remedy_label(run): run for run in sweep.remedies()}
     if not runs:
         return None
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(11, 3.4), layout="constrained")
-        nonzeros, dead, loss = figure.subplots(1, 3)
-        _over_tokens(nonzeros, dead, runs)
-        nonzeros.set_yscale("log", nonpositive="mask")
-        plain(nonzeros.yaxis)
-        first = next(iter(runs.values()))
-        reference = {row["tokens"]: row["val_ce"] for row in first.rows if row["val_ce"] is not None}
-        colors = [line.get_color() for line in dead.get_lines()]
-        for color, run in zip(colors, runs.values(), strict=True):
-            points = [(r["tokens"], r["val_ce"] - reference[r["tokens"]]) for r in run.rows if r["tokens"] in reference]
-            loss.plot([tokens / 1e6 for tokens, _ in points], [ce for _, ce in points], "o-", color=color)
-        loss.set(xlabel="million tokens", ylabel="held-out cross entropy,\nless that of the plain run")
-        figure.suptitle(f"coefficient {spelled(first.coefficient)}")
-        figure.legend(dead.get_lines(), list(runs), loc="outside lower center", ncols=len(runs))
-        return figure
+    figure = Figure(figsize=(11, 3.4), layout="constrained")
+    nonzeros, dead, loss = figure.subplots(1, 3)
+    _over_tokens(nonzeros, dead, runs)
+    first = next(iter(runs.values()))
+    reference = {row["tokens"]: row["val_ce"] for row in first.rows if row["val_ce"] is not None}
+    for line, run in zip(dead.get_lines(), runs.values(), strict=True):
+        points = [(r["tokens"] / 1e6, r["val_ce"] - reference[r["tokens"]]) for r in run.rows
+                  if r["tokens"] in reference]  # fmt: skip
+        loss.plot(*zip(*points, strict=True), "o-", color=line.get_color())
+    loss.set(xlabel="million tokens", ylabel="held-out cross entropy,\nless that of the plain run")
+    figure.suptitle(f"coefficient {spelled(first.coefficient)}")
+    figure.legend(dead.get_lines(), list(runs), loc="outside lower center", ncols=len(runs))
+    return figure
 
 
 def _remedy_label(run: Run) -> str:
@@ -301,53 +271,44 @@ def by_kind(runs: list[Run]) -> dict[str, list[Run]]:
 
 
 def draw_widths(runs: list[Run]) -> Figure:
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(11, 3.6), layout="constrained")
-        loss, nonzeros, dead = figure.subplots(1, 3)
-        levels: list[tuple[Axes, Callable[[Run], float | None], str]] = [
-            (loss, lambda run: run.ce, "held-out cross entropy"),
-            (nonzeros, lambda run: run.nonzeros, "nonzeros per token and layer"),
-            (dead, lambda run: run.dead(run.last), "dead neurons"),
-        ]
-        kinds = by_kind(runs)
-        for axes, value, label in levels:
-            for number, alike in enumerate(kinds.values()):
-                shown = [(run.width, y) for run in alike if (y := value(run)) is not None]
-                if shown:
-                    axes.plot(*zip(*shown, strict=True), "o-", color=f"C{number}" if alike[0].relu else GREY)
-            axes.set(xlabel="neurons per layer", ylabel=label, xscale="log")
-            widths = sorted({run.width for run in runs})
-            axes.set_xticks(widths, [f"{width:,}" for width in widths])
-            axes.set_xlim(widths[0] / 1.2, widths[-1] * 1.2)
-            axes.minorticks_off()
-        nonzeros.set_yscale("log", nonpositive="mask")
-        plain(nonzeros.yaxis)
-        percent(dead.yaxis)
-        from_zero(dead, least=0.01)
-        legend_below(figure, loss.get_lines(), kinds)
-        return figure
+    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    loss, nonzeros, dead = figure.subplots(1, 3)
+    levels: list[tuple[Axes, Callable[[Run], float | None], str]] = [
+        (loss, lambda run: run.ce, "held-out cross entropy"),
+        (nonzeros, lambda run: run.nonzeros, "nonzeros per token and layer"),
+        (dead, Run.dead, "dead neurons"),
+    ]
+    kinds, widths = by_kind(runs), sorted({run.width for run in runs})
+    for axes, value, label in levels:
+        for number, alike in enumerate(kinds.values()):
+            if any(value(run) is not None for run in alike):
+                color = f"C{number}" if alike[0].relu else GREY
+                curve(axes, [run.width for run in alike], map(value, alike), "o-", color=color)
+        axes.set(xlabel="neurons per layer", ylabel=label, xscale="log")
+        axes.set_xticks(widths, [f"{width:,}" for width in widths])
+        axes.set_xlim(widths[0] / 1.2, widths[-1] * 1.2)
+        axes.minorticks_off()
+    _logarithmic(nonzeros)
+    percent(dead.yaxis)
+    from_zero(dead, least=0.01)
+    legend_below(figure, loss.get_lines(), kinds)
+    return figure
 
 
 def table_of_widths(runs: list[Run]) -> str:
     """The Markdown table of widths. Differences are to the first run of `by_kind`: the narrowest SiLU, if any."""
-    kinds = by_kind(runs)
-    first = next(iter(kinds.values()))[0]
-    lines = [
-        f"| kind | N | held-out cross entropy | less that of {first.kind} {first.width:,} | nonzeros per token |"
-        " zeros | dead neurons |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for kind, alike in kinds.items():
-        for run in alike:
-            dead = run.dead(run.last)
-            cells = (
-                kind, f"{run.width:,}", f"{run.ce:.4f}", f"{run.ce - first.ce:+.4f}",
-                "" if run.nonzeros is None else f"{run.nonzeros:.1f}",
-                "" if run.nonzeros is None else f"{1 - run.nonzeros / run.width:.2%}",
-                "" if dead is None else f"{dead:.1%}",
-            )  # fmt: skip
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    sorted_runs = [run for alike in by_kind(runs).values() for run in alike]
+    first = sorted_runs[0]
+    return table([
+        {
+            "kind": run.kind, "N": f"{run.width:,}", "held-out cross entropy": f"{run.ce:.4f}",
+            f"less that of {first.kind} {first.width:,}": f"{run.ce - first.ce:+.4f}",
+            "nonzeros per token": cell(run.nonzeros, ".1f"),
+            "zeros": "-" if run.nonzeros is None else f"{1 - run.nonzeros / run.width:.2%}",
+            "dead neurons": cell(run.dead(), ".1%"),
+        }
+        for run in sorted_runs
+    ])  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -364,17 +325,18 @@ def main(arguments: list[str] | None = None) -> None:
     runs = list(map(Run, lines))
     if args.save is not None:
         args.save.write_text("".join(json.dumps(line, allow_nan=False) + "\n" for line in lines))
-    if args.widths is not None:
-        pictures, text = {args.widths: draw_widths(runs)}, table_of_widths(runs)
-    else:
-        sweep = Sweep(runs)
-        named = {"sweep": draw_sweep(sweep), "dead": draw_remedies(sweep)}
-        pictures = {args.output.with_name(f"{args.output.name}_{name}.png"): drawn for name, drawn in named.items()}
-        text = markdown(sweep)
-    for path, picture in pictures.items():
-        if picture is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(saved(picture))
+    with matplotlib.rc_context(STYLE):
+        if args.widths is not None:
+            figures, text = {args.widths: draw_widths(runs)}, table_of_widths(runs)
+        else:
+            sweep = Sweep(runs)
+            named = {"sweep": draw_sweep(sweep), "dead": draw_remedies(sweep)}
+            figures = {args.output.with_name(f"{args.output.name}_{name}.png"): each for name, each in named.items()}
+            text = markdown(sweep)
+        for path, figure in figures.items():
+            if figure is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(saved(figure))
     print(text)
 
 

@@ -81,7 +81,7 @@ def test_long_names_leave_the_columns_below_their_titles(tmp_path, monkeypatch, 
     compare_runs.main()
     titles, values = capsys.readouterr().out.splitlines()[:2]
     assert values.split()[:2] == [run.name, "PyTorch"]
-    assert titles.index("path") == values.index("PyTorch")
+    assert titles.index("path") + len("path") == values.index("PyTorch") + len("PyTorch")
     assert len(titles) == len(values)
 
 

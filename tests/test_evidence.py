@@ -97,8 +97,8 @@ def test_runs_of_several_widths_are_compared_with_the_narrowest_dense_one(tmp_pa
     evidence_report.main([str(results), "--widths", str(tmp_path / "new/widths.png")])
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["widths.png"]
     assert capsys.readouterr().out.splitlines()[2:] == [
-        "| SiLU | 1,408 | 3.0000 | +0.0000 |  |  |  |",
-        "| SiLU | 2,816 | 2.9800 | -0.0200 |  |  |  |",
+        "| SiLU | 1,408 | 3.0000 | +0.0000 | - | - | - |",
+        "| SiLU | 2,816 | 2.9800 | -0.0200 | - | - | - |",
         "| ReLU | 1,408 | 2.9900 | -0.0100 | 300.0 | 78.69% | 0.0% |",
         "| ReLU + L1, 8e-5 | 1,408 | 3.0200 | +0.0200 | 16.0 | 98.86% | 0.0% |",
         "| ReLU + L1, 8e-5 | 2,816 | 2.9500 | -0.0500 | 32.0 | 98.86% | 25.0% |",

@@ -163,7 +163,11 @@ def test_the_pictures_follow_from_the_tables():
     text = (ROOT / "docs/RESULTS.md").read_text()
     training = draw_readme.table("One layer: forward and backward", text)
     assert draw_readme.layer_speed_ups(training, ("tile", "dense engine"))[1][0] == 3.46
-    for draw in (draw_readme.draw_how_it_works, draw_readme.draw_gains):
-        draw_readme.plt.close(draw(text))
+    draw_readme.plt.close(draw_readme.draw_gains(text))
+    first_steps = {row["after 400 steps"]: row for row in draw_readme.table("L1 loss: the first 400 steps", text)}
+    diagram = (ROOT / "docs/how_it_works.svg").read_text()
+    for step in ("step 1", "step 200", "step 400"):
+        nonzeros = draw_readme.number(first_steps["ReLU + L1 2e-5"][f"nonzeros at {step}"])
+        assert f"{step}: {nonzeros:,.0f} of 5,632 active" in diagram
     with pytest.raises(ValueError, match="no section 'Elsewhere'"):
         draw_readme.table("Elsewhere", text)

@@ -26,7 +26,7 @@ from sparsellm.figures import (
 from sparsellm.sweep.plan import COEFFICIENT, Point, Sweep
 from sparsellm.sweep.table import COMPLETE, Row, distinct
 
-WIDTH, ROW_HEIGHT = 6.75, 2.3  # inches; the text width of a paper
+WIDTH, ROW_HEIGHT = 6.75, 2.3  # inches; the width is that of a paper's text
 SMALL = {"font.size": 8, "axes.titlesize": 8.5, "axes.labelsize": 8}  # overrides STYLE, for small panels
 LABEL_ROOM, MARGIN = 0.11, 0.06  # fractions of the axis: between labels, and outside the outer coefficients
 OFFSET = 0.012  # fraction of the axis between points of several lines at one coefficient
@@ -44,7 +44,7 @@ class Panel:
     value: Value
     percent: bool = False
     signed: bool = False  # False: the axis starts at 0, if it is linear
-    error: Value | None = None  # one standard error of the value; draws points without lines
+    error: Value | None = None  # one standard error of the value, shown as error bars of points without lines
     layers: bool = False  # also draw each layer's nonzeros; logarithmic
     baseline: Value | None = None  # level of the dense run; default: `value`
 
@@ -84,7 +84,7 @@ def draw(sweep: Sweep, table: list[Row]) -> dict[str, bytes] | None:
     for point, row in sorted(sparse, key=lambda run: _coefficient(run[0])):
         lines.setdefault(_label(point), []).append((point, row))
     panels = [panel for panel in PANELS if any(panel.value(*run) is not None for run in sparse)]
-    at = places(coefficients)
+    at = positions(coefficients)
     neurons = distinct(point.config.model.intermediate_size for point, _ in sparse)
     window = distinct(point.config.sparsity.dead_after_tokens for point, _ in sparse)
     with matplotlib.rc_context(STYLE | SMALL):
@@ -105,31 +105,29 @@ def draw(sweep: Sweep, table: list[Row]) -> dict[str, bytes] | None:
         return {kind: saved(figure, kind) for kind in METADATA}
 
 
-def _values(panel: Panel, runs: Runs) -> list[float]:
-    """The panel's values of `runs`; every run has one."""
-    return [value for run in runs if (value := panel.value(*run)) is not None]
-
-
 def _draw(axes: Axes, panel: Panel, lines: dict[str, Runs], dense: Runs, at: dict[float, float]) -> None:
-    """`at`: the x position of each coefficient. No line connects 0 with the others, because no scale does."""
+    """`at`: the x position of each coefficient. No line connects 0 with the others, because a logarithmic axis has no
+    0."""
     span = max(at.values()) - min(at.values())
     for number, (label, runs) in enumerate(lines.items()):
-        runs = [run for run in runs if panel.value(*run) is not None]
-        beside = OFFSET * span * (number - (len(lines) - 1) / 2)
+        found = [(point, row, y) for point, row in runs if (y := panel.value(point, row)) is not None]
         color = f"C{number}"
         if panel.error:
-            x, y = [at[_coefficient(point)] + beside for point, _ in runs], _values(panel, runs)
-            yerr = [math.nan if (error := panel.error(*run)) is None else error for run in runs]
-            axes.errorbar(x, y, yerr=yerr, fmt="o", color=color, label=label, capsize=1.5, elinewidth=0.8)
-        for part in _parts(runs) if not panel.error else []:
-            x = [at[_coefficient(point)] for point, _ in part]
-            axes.plot(x, _values(panel, part), "o-", color=color, label=label, clip_on=False)
+            shift = OFFSET * span * (number - (len(lines) - 1) / 2)
+            x, ys = [at[_coefficient(point)] + shift for point, _, _ in found], [y for _, _, y in found]
+            yerr = [math.nan if (error := panel.error(point, row)) is None else error for point, row, _ in found]
+            axes.errorbar(x, ys, yerr=yerr, fmt="o", color=color, label=label, capsize=1.5, elinewidth=0.8)
+            continue
+        parts = [[each for each in found if (_coefficient(each[0]) == 0) == zero] for zero in (True, False)]
+        for part in filter(None, parts):
+            x = [at[_coefficient(point)] for point, _, _ in part]
+            axes.plot(x, [y for _, _, y in part], "o-", color=color, label=label, clip_on=False)
             if panel.layers and len(lines) == 1:
                 keys = [key for key in part[0][1] if key.startswith("nnz_layer_") and part[0][1][key] is not None]
                 marker = "." if len(part) == 1 else None
                 for i, key in enumerate(keys):
                     axes.plot(
-                        x, [row[key] for _, row in part], marker=marker, color=color, alpha=0.35, linewidth=0.7,
+                        x, [row[key] for _, row, _ in part], marker=marker, color=color, alpha=0.35, linewidth=0.7,
                         label=None if i else "each layer",
                     )  # fmt: skip
     for point, row in dense:
@@ -149,22 +147,13 @@ def _draw(axes: Axes, panel: Panel, lines: dict[str, Runs], dense: Runs, at: dic
         from_zero(axes, least=0.01)
     if panel.percent:
         percent(axes.yaxis)
-    if panel.error and (tasks := _tasks(lines)):
-        chance_line(axes, sum(TASKS[task].chance for task in tasks) / len(tasks), "chance")
+    rows = [row for runs in lines.values() for _, row in runs]
+    chances = [task.chance for name, task in TASKS.items() if any(row.get(name) is not None for row in rows)]
+    if panel.error and chances:
+        chance_line(axes, sum(chances) / len(chances), "chance")
 
 
-def _parts(runs: Runs) -> list[Runs]:
-    """The run without L1, and the other runs: groups that a line may connect."""
-    parts = [[run for run in runs if (_coefficient(run[0]) == 0) == zero] for zero in (True, False)]
-    return [part for part in parts if part]
-
-
-def _tasks(lines: dict[str, Runs]) -> list[str]:
-    """The tasks in the mean accuracy."""
-    return [task for task in TASKS if any(row.get(task) is not None for runs in lines.values() for _, row in runs)]
-
-
-def places(coefficients: list[float]) -> dict[float, float]:
+def positions(coefficients: list[float]) -> dict[float, float]:
     """The x position of each coefficient, in ascending order: its logarithm, with 0 to the left."""
     at = {c: math.log10(c) for c in coefficients if c > 0}
     first, last = min(at.values()), max(at.values())
@@ -173,24 +162,24 @@ def places(coefficients: list[float]) -> dict[float, float]:
 
 def _coefficient_axis(axes: Axes, at: dict[float, float]) -> None:
     """A tick at every coefficient, labels where there is room, and an axis break after 0."""
-    positions = list(at.values())
-    span = positions[-1] - positions[0]
+    ticks = list(at.values())
+    span = ticks[-1] - ticks[0]
     labels, last = [], None
     for coefficient, here in at.items():
         fits = last is None or here - last >= LABEL_ROOM * span
-        labels.append(_short(coefficient) if fits else "")
+        labels.append(spelled(coefficient) if fits else "")
         last = here if fits else last
-    axes.xaxis.set_major_locator(FixedLocator(positions))
+    axes.xaxis.set_major_locator(FixedLocator(ticks))
     axes.xaxis.set_major_formatter(FixedFormatter(labels))
     axes.xaxis.set_minor_locator(NullLocator())
-    left, right = positions[0] - MARGIN * span, positions[-1] + MARGIN * span
+    left, right = ticks[0] - MARGIN * span, ticks[-1] + MARGIN * span
     axes.set_xlim(left, right)
     axes.set_xlabel("L1 coefficient")
     if 0 in at:
-        broken(axes, ((positions[0] + positions[1]) / 2 - left) / (right - left))
+        broken(axes, ((ticks[0] + ticks[1]) / 2 - left) / (right - left))
 
 
-def _short(coefficient: float) -> str:
+def spelled(coefficient: float) -> str:
     """The coefficient as text: "1.5e-5", "0.01" or "0"."""
     if coefficient == 0 or coefficient >= 0.01:
         return f"{coefficient:g}"

@@ -9,6 +9,7 @@ import os
 import pytest
 from matplotlib.figure import Figure
 
+from sparsellm.analysis.report import as_csv
 from sparsellm.commands import sweep as command
 from sparsellm.sweep import commands, figure, report, table
 from sparsellm.sweep.plan import plan
@@ -97,7 +98,7 @@ def test_a_row_per_run_with_its_files_numbers_and_nothing_where_there_is_none(sw
     assert (rows[4]["activation"], rows[4]["nnz_mean"], rows[4]["dead_neurons"]) == ("silu", None, None)
     assert rows[4]["ce_increase"] == pytest.approx(3.5 / 3.2 - 1)
 
-    read = list(csv.reader(io.StringIO(table.as_csv(rows))))
+    read = list(csv.reader(io.StringIO(as_csv(rows).decode())))
     assert read[0] == list(rows[0])
     assert read[3][4:6] == ["20", "81920"]
     assert read[3][6:] == [""] * (len(read[0]) - 6)
@@ -206,7 +207,7 @@ def drawn(runs, sweep, wanted):
     for point, row in runs:
         if not point.baseline:
             lines.setdefault(figure._label(point), []).append((point, row))
-    at = figure.places(sorted({figure._coefficient(point) for point, _ in runs if not point.baseline}))
+    at = figure.positions(sorted({figure._coefficient(point) for point, _ in runs if not point.baseline}))
     figure._coefficient_axis(axes, at)
     panel = next(panel for panel in figure.PANELS if panel.title.startswith(wanted))
     figure._draw(axes, panel, lines, [run for run in runs if run[0].baseline], at)
@@ -230,7 +231,7 @@ def test_the_axis_is_broken_after_zero_and_no_line_crosses_the_break(swept):
     sweep = swept("sparsity.l1_coefficient=0,1e-5,1e-4,1e-3")
     for point in sweep.points:
         leave(point)
-    at = figure.places([0, 1e-5, 1e-4, 1e-3])
+    at = figure.positions([0, 1e-5, 1e-4, 1e-3])
     assert [at[c] for c in (1e-5, 1e-4, 1e-3)] == pytest.approx([-5, -4, -3])
     assert at[0] < -5.2
     for wanted in ("Nonzero", "Cross entropy", "Dead"):
