@@ -5,10 +5,10 @@
 Runs all parts unless some are named; few: cases of few tokens.
 
 Entries are small integers, so every engine must return the y and l1 of the reference on the CPU, bit for bit. A
-difference shows a kernel that the sanitizer stopped, or that computes something else when it is slowed down. The
-backward part compares the gradients of the weights, bfloat16 and (rounded) float32, with enough capacity in the tile
-engine's lists and with too little. A layer contains the cases at which kernels branch: a token that fires almost no
-neuron, a token that fires every neuron, a neuron that fires for every token.
+difference means that the sanitizer stopped a kernel, or that a kernel computes something else when it is slowed down.
+The backward part compares the gradients of the weights, bfloat16 and (rounded) float32, with enough capacity in the
+tile engine's lists and with too little. A layer contains the cases at which kernels branch: a token that fires almost
+no neuron, a token that fires every neuron, a neuron that fires for every token.
 
 --without-products skips the dense engine's cuBLAS GEMMs, because under racecheck (2025.3, driver 580) any of them
 ends in an illegal access, whichever kernels are checked. Results that depend on them are then not compared.
@@ -30,8 +30,9 @@ from sparsellm.ops import Plan, borders, build, feedforward
 from sparsellm.ops.borders import MANY_TOKENS
 from sparsellm.ops.feedforward import forward
 
-# Numbers of tokens with different kernels: gate_pack up to 16, gate_pack and the row engine up to 64, the row engine up
-# to 1,535. From ORDERED_TOKENS on tokens are ordered, which are fewer than the policy orders, to be fast.
+# Numbers of tokens for which different kernels run: gate_pack up to 16 tokens, gate_pack and the row engine up to 64,
+# the row engine up to 1,535. Calls of at least ORDERED_TOKENS tokens order them; the policy orders only larger calls,
+# which would take too long here.
 CASES = [(m, gated) for m in (300, 16, 48, 100) for gated in (True, False)] + [(1600, True)]
 FEW_TOKENS = 128  # at most
 ORDERED_TOKENS = 1024
@@ -145,16 +146,15 @@ def check(parts: Sequence[str], products: bool) -> list[str]:
                 if products:
                     compare(f"{name}, backward, dense, {'' if fused else 'not '}fused", found, right)
             for stored in (torch.bfloat16, torch.float32):
-                for room in ("enough", "no"):
-                    little = patch.object(borders, "capacity", lambda *_: 64) if room == "no" else nullcontext()
-                    with little:
+                for limited in (False, True):
+                    with patch.object(borders, "capacity", lambda *_: 64) if limited else nullcontext():
                         found = gradients("tile", *on_device, stored=stored)
-                    compare(f"{name}, backward, {stored}, {room} room", found, right)
+                    compare(f"{name}, backward, {stored}{', lists that overflow' * limited}", found, right)
     return wrong
 
 
 def fusing(fused: bool) -> AbstractContextManager:
-    """Make the dense engine compute as for many tokens, or as for few."""
+    """Make the dense engine run the kernels for many tokens (fused), or those for few."""
     return patch.object(borders, "MIN_FUSED_TOKENS", 0 if fused else 1 << 62)
 
 
