@@ -1,7 +1,7 @@
 """The style of every figure: number format, colours of layers, and files without dates."""
 
 import io
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import matplotlib
@@ -30,7 +30,7 @@ METADATA = {"png": {"Software": None}, "pdf": {"CreationDate": None, "Producer":
 
 
 def drawn(pictures: Mapping[str, Callable[[], T]]) -> dict[str, T]:
-    """{name: content}. A picture that cannot be drawn is reported and left out; its numbers are also in other files."""
+    """{name: content}. A figure that cannot be drawn is left out, with a warning; its numbers are in other files."""
     found = {}
     for name, picture in pictures.items():
         try:
@@ -90,11 +90,12 @@ def layer_colors(axes: Axes, layers: int) -> np.ndarray:
     return colors
 
 
-def legend_above(axes: Axes, handles: Iterable[Artist | Container], labels: Iterable[str], **options: Any) -> None:
+def legend_above(axes: Axes, handles: Iterable[Artist | Container], labels: Sequence[str]) -> None:
     """Put the legend above `axes`, where it hides nothing."""
-    labels = list(labels)
-    given = {"ncols": len(labels), "columnspacing": 1, "handlelength": 1.4, "handletextpad": 0.5} | options
-    axes.legend(list(handles), labels, loc="lower center", bbox_to_anchor=(0.5, 1), borderaxespad=0.2, **given)
+    axes.legend(
+        list(handles), labels, loc="lower center", bbox_to_anchor=(0.5, 1), borderaxespad=0.2, ncols=len(labels),
+        columnspacing=1, handlelength=1.4, handletextpad=0.5,
+    )  # fmt: skip
 
 
 def legend_below(figure: Figure, handles: Iterable[Artist], labels: Iterable[str], most: int = 6) -> None:

@@ -1,6 +1,7 @@
-"""Draws the benchmark as one PNG in memory: model sizes next to each other, one colour per side."""
+"""Draws the benchmark as one PNG in memory: a panel per quantity, checkpoints side by side, a colour per side."""
 
-from collections.abc import Callable
+from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import matplotlib
@@ -18,37 +19,29 @@ Row = dict[str, Any]
 
 def draw(results: Row) -> bytes:
     rows = results["checkpoints"]
-    panels: list[Callable[[Axes], None]] = [
-        lambda axes, phase=phase: _bars(axes, rows, phase, "tokens_per_s", 1e3, f"{phase}, 1,000 tokens/s")  # type: ignore[misc]
-        for phase in PHASES
+    bars = [
+        *((phase, "tokens_per_s", 1e3, f"{phase}, 1,000 tokens/s") for phase in PHASES),
+        ("training", "peak_bytes", 2**30, "training, peak GiB"),
+        *((phase, "mj_per_token", 1, f"{phase}, mJ per token") for phase in PHASES),
     ]
-    if _any(rows, "training", "peak_bytes"):
-        panels.append(lambda axes: _bars(axes, rows, "training", "peak_bytes", 2**30, "training, peak GiB"))
-    panels += [
-        lambda axes, phase=phase: _bars(axes, rows, phase, "mj_per_token", 1, f"{phase}, mJ per token")  # type: ignore[misc]
-        for phase in PHASES
-        if _any(rows, phase, "mj_per_token")
-    ]
+    measured = [side for row in rows for side in row["sides"].values()]
+    panels = [partial(_bars, rows, *each) for each in bars if any(s[each[0]] and s[each[0]][each[1]] for s in measured)]
     if any(row["layer_speeds"] for row in rows):
-        panels.append(lambda axes: _layers(axes, rows))
+        panels.append(partial(_layers, rows))
     columns = min(5, len(panels))
     lines = -(-len(panels) // columns)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH * columns, HEIGHT * lines), layout="constrained")
         figure.suptitle(f"{'; '.join(row['name'] for row in rows)}: {results['device']}")
-        axes = figure.subplots(lines, columns, squeeze=False).flat
-        for panel, where in zip(panels, axes, strict=False):
-            panel(where)
-        for where in list(axes)[len(panels) :]:
-            where.set_axis_off()
+        for panel, axes in zip_longest(panels, figure.subplots(lines, columns, squeeze=False).flat):
+            if panel is None:
+                axes.set_axis_off()
+            else:
+                panel(axes)
         return saved(figure)
 
 
-def _any(rows: list[Row], phase: str, key: str) -> bool:
-    return any(side[phase] and side[phase][key] for row in rows for side in row["sides"].values())
-
-
-def _bars(axes: Axes, rows: list[Row], phase: str, key: str, unit: float, label: str) -> None:
+def _bars(rows: list[Row], phase: str, key: str, unit: float, label: str, axes: Axes) -> None:
     """A group of bars per checkpoint; missing values have no bar."""
     names = [name for name in COLORS if any(name in row["sides"] for row in rows)]
     where, width, bars = np.arange(len(rows)), 0.8 / len(names), []
@@ -64,8 +57,8 @@ def _bars(axes: Axes, rows: list[Row], phase: str, key: str, unit: float, label:
     legend_above(axes, bars, names)
 
 
-def _layers(axes: Axes, rows: list[Row]) -> None:
-    """One point per layer on the kernels."""
+def _layers(rows: list[Row], axes: Axes) -> None:
+    """One point per layer that was timed on the kernels."""
     colors = matplotlib.colormaps["viridis"](np.linspace(0, 0.85, len(rows)))
     points = [
         axes.scatter(

@@ -47,12 +47,11 @@ def text(results: Row) -> str:
 
 
 def markdown(results: Row) -> str:
-    def lines(table: Table) -> str:
-        header, *rows = (f"| {' | '.join(row)} |" for row in table)
-        return "\n".join([header, "|" + "---|" * len(table[0]), *rows])
-
-    listed = "\n".join(f"- {note}" for note in notes(results))
-    return "\n\n".join([measured_on(results), *map(lines, tables(results)), listed]) + "\n"
+    parts = []
+    for header, *rows in tables(results):
+        lines = [header, ["---"] * len(header), *rows]
+        parts.append("\n".join(f"| {' | '.join(cells)} |" for cells in lines))
+    return "\n\n".join([measured_on(results), *parts, "\n".join(f"- {note}" for note in notes(results))]) + "\n"
 
 
 def measured_on(results: Row) -> str:
@@ -136,44 +135,39 @@ def _cell(row: Row, side: str, phase: str, key: str, spelled: Callable[[float], 
 
 
 def _speeds(results: Row) -> Table:
-    header = ["checkpoint", "parameters", "on", "nonzeros", "forward tokens/ms", "training tokens/s", "peak GiB",
-              "prefill tokens/ms", "decode tokens/s", "held-out loss", "accuracy"]  # fmt: skip
-
     def per_ms(value: float) -> str:
         return f"{value / 1e3:,.1f}"
 
     def whole(value: float) -> str:
         return f"{value:,.0f}"
 
-    table = [header]
+    measured: list[tuple[str, str, str, Callable[[float], str]]] = [
+        ("forward tokens/ms", "forward", "tokens_per_s", per_ms),
+        ("training tokens/s", "training", "tokens_per_s", whole),
+        ("peak GiB", "training", "peak_bytes", lambda value: f"{value / 2**30:,.1f}"),
+        ("prefill tokens/ms", "prefill", "tokens_per_s", per_ms),
+        ("decode tokens/s", "decode", "tokens_per_s", whole),
+    ]
+    titles = [title for title, *_ in measured]
+    table = [["checkpoint", "parameters", "on", "nonzeros", *titles, "held-out loss", "accuracy"]]
     for row, side in _sides(results):
         scores = (row["baseline"] if side == "baseline" else row)["scores"] or {"mean": None, "validation_loss": None}
         dense = side == "baseline" or row["nonzeros"] is None
-        table.append(
-            [
-                *_first_cells(row, side),
-                "-" if dense else f"{statistics.mean(row['nonzeros']):,.1f}",
-                _cell(row, side, "forward", "tokens_per_s", per_ms),
-                _cell(row, side, "training", "tokens_per_s", whole),
-                _cell(row, side, "training", "peak_bytes", lambda value: f"{value / 2**30:,.1f}"),
-                _cell(row, side, "prefill", "tokens_per_s", per_ms),
-                _cell(row, side, "decode", "tokens_per_s", whole),
-                "-" if scores["validation_loss"] is None else f"{scores['validation_loss']:.4f}",
-                "-" if scores["mean"] is None else f"{scores['mean']:.4f}",
-            ]
-        )
+        table.append([
+            *_first_cells(row, side),
+            "-" if dense else f"{statistics.mean(row['nonzeros']):,.1f}",
+            *(_cell(row, side, phase, key, spelled) for _, phase, key, spelled in measured),
+            *("-" if score is None else f"{score:.4f}" for score in (scores["validation_loss"], scores["mean"])),
+        ])  # fmt: skip
     return table
 
 
 def _energies(results: Row) -> Table:
+    def joules(row: Row, side: str) -> list[str]:
+        return [_cell(row, side, phase, "mj_per_token", lambda value: f"{value:,.3g}") for phase in PHASES]
+
     header = ["checkpoint", "parameters", "mJ per token on", *PHASES]
-    return [header] + [
-        [
-            *_first_cells(row, side),
-            *(_cell(row, side, p, "mj_per_token", lambda value: f"{value:,.3g}") for p in PHASES),
-        ]
-        for row, side in _sides(results)
-    ]
+    return [header, *([*_first_cells(row, side), *joules(row, side)] for row, side in _sides(results))]
 
 
 def _models(results: Row) -> list[Row]:
@@ -185,16 +179,12 @@ def _scores(results: Row) -> Table:
     """Scores from `evaluate`: one row per model, one column per task that any model has."""
     each = {model["checkpoint"]: model for model in _models(results)}.values()
     tasks = list(dict.fromkeys(task for model in each for task in (model["scores"] or {"tasks": {}})["tasks"]))
-    return [["accuracy of", "parameters", "dtype", *tasks]] + [
-        [
-            model["name"],
-            size(model["parameters"]),
-            of.get("dtype", ""),
-            *("-" if s is None else f"{s:.4f}" for s in map(of["tasks"].get, tasks)),
-        ]
-        for model in each
-        for of in [model["scores"] or {"tasks": {}}]
-    ]
+    table = [["accuracy of", "parameters", "dtype", *tasks]]
+    for model in each:
+        scores = model["scores"] or {"tasks": {}}
+        found = ("-" if score is None else f"{score:.4f}" for score in map(scores["tasks"].get, tasks))
+        table.append([model["name"], size(model["parameters"]), scores.get("dtype", ""), *found])
+    return table
 
 
 def _layers(row: Row) -> Table:

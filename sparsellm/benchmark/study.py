@@ -25,8 +25,8 @@ COUNTED_AT_ONCE = 8  # batch size for counting firing neurons
 
 def mistakes(config: BenchmarkConfig) -> list[str]:
     """Every mistake in `config` that can be found before any work."""
-    given = [("checkpoint", name) for name in config.checkpoint] + [("baseline", name) for name in config.baseline]
-    return benchmark_mistakes(config) + text_mistakes(config.text, given)
+    models = [("checkpoint", name) for name in config.checkpoint] + [("baseline", name) for name in config.baseline]
+    return benchmark_mistakes(config) + text_mistakes(config.text, models)
 
 
 def benchmark(config: BenchmarkConfig) -> tuple[dict[str, Any], Path]:
@@ -112,6 +112,8 @@ def _measure(
     subject: Subject, baseline: Subject | None, kernels: bool, config: BenchmarkConfig, ranks: Ranks
 ) -> dict[str, Any]:
     """All measurements of one checkpoint, for JSON. Raises BenchmarkError."""
+    from sparsellm.analysis import activity, numbers, speed
+
     sparse = subject.activation == Activation.relu
     sides: Sides = {"kernels": Side(subject, True)} if kernels and sparse else {}
     sides["PyTorch"] = Side(subject, False)
@@ -127,7 +129,9 @@ def _measure(
         stock = {s.identity: phases.stock_model(s, ranks.device) for s in (subject, baseline) if s is not None}
         nonzeros, layers = None, None
         if sparse:
-            nonzeros, layers = _by_layer(stock[subject.identity], subject, kernels)
+            counted = activity.count(stock[subject.identity], subject.blocks, COUNTED_AT_ONCE)
+            nonzeros = (counted.fired.sum(1) / counted.tokens).tolist()
+            layers = speed.layer_speeds(stock[subject.identity], subject.blocks) if kernels else None
         rates["forward"] = phases.forward(sides, stock, config, ranks.device)
         del stock
         give_back()
@@ -141,8 +145,6 @@ def _measure(
     finally:
         torch._dynamo.reset()
         give_back()
-    from sparsellm.analysis import numbers
-
     return {
         **subject.described(),
         "sequences": subject.blocks.shape[0],
@@ -153,12 +155,3 @@ def _measure(
         "layer_speeds": layers,
         "correlation_with_nonzeros": layers and numbers.correlation(layers),
     }
-
-
-def _by_layer(model: Any, subject: Subject, kernels: bool) -> tuple[list[float], list[dict[str, Any]] | None]:
-    """(nonzeros per token of each layer, the rows of sparsellm.analysis.speed or None without kernels)."""
-    from sparsellm.analysis import activity, speed
-
-    counted = activity.count(model, subject.blocks, COUNTED_AT_ONCE)
-    nonzeros = (counted.fired.sum(1) / counted.tokens).tolist()
-    return nonzeros, speed.layer_speeds(model, subject.blocks) if kernels else None

@@ -17,7 +17,7 @@ def train(sweep: Sweep, point: Point) -> list[str]:
 
 
 def evaluate(sweep: Sweep, point: Point) -> list[str]:
-    return _launch(sweep, "evaluate", sweep.evaluation(point))
+    return _launch(sweep, "evaluate", sweep.evaluation_of(point))
 
 
 def benchmark(point: Point) -> list[str]:

@@ -40,7 +40,6 @@ from sparsellm.config.values import flat
 from sparsellm.evaluation import live
 from sparsellm.evaluation.checkpoint import is_complete
 from sparsellm.evaluation.checkpoint import mistakes as evaluation_mistakes
-from sparsellm.evaluation.tasks import TASKS
 from sparsellm.runs import folder as run_folder
 from sparsellm.runs import layout
 from sparsellm.runs.layout import BENCHMARK, BENCHMARK_JSON
@@ -110,27 +109,22 @@ class Sweep:
         return self.folder / "logs" / f"{point.name}.log"
 
     @cached_property
-    def limit(self) -> int | None:
-        """Rows per task that evaluations score; None: all."""
-        return from_overrides(self.evaluate, EvaluateConfig).limit
-
-    @cached_property
-    def tasks(self) -> list[str]:
-        """The tasks that evaluations score."""
-        return from_overrides(self.evaluate, EvaluateConfig).tasks or list(TASKS)
+    def evaluation(self) -> EvaluateConfig:
+        """The options of all evaluations, without a checkpoint."""
+        return from_overrides(self.evaluate, EvaluateConfig)
 
     def dtype(self, point: Point) -> str:
         """The name of the dtype in which a point is evaluated."""
-        typed = from_overrides(self.evaluate, EvaluateConfig).dtype
+        typed = self.evaluation.dtype
         return point.config.runtime.precision.name if typed == Dtype.auto else typed.name
 
-    def evaluation(self, point: Point) -> list[str]:
+    def evaluation_of(self, point: Point) -> list[str]:
         """The overrides that evaluate a finished point."""
         return [f"checkpoint={quoted(str(point.checkpoint))}", *self.evaluate]
 
     def is_evaluated(self, point: Point) -> bool:
         """Whether the point is trained and its evaluation is complete."""
-        return point.is_finished() and is_complete(from_overrides(self.evaluation(point), EvaluateConfig))
+        return point.is_finished() and is_complete(from_overrides(self.evaluation_of(point), EvaluateConfig))
 
     def benchmark(self, point: Point) -> Path:
         """The results file of a finished point's benchmark."""
@@ -170,8 +164,8 @@ def _slots(parallel: int, processes: int, devices: list[str]) -> list[dict[str, 
         return [{}]
     if not devices:
         return [{"OMP_WAIT_POLICY": "PASSIVE"}] * parallel  # idle threads would spin, and they outnumber the cores
-    given = [[devices[(slot * processes + i) % len(devices)] for i in range(processes)] for slot in range(parallel)]
-    return [{"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(each))} for each in given]
+    shares = [[devices[(slot * processes + i) % len(devices)] for i in range(processes)] for slot in range(parallel)]
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(each))} for each in shares]
 
 
 def _swept(request: SweepRequest) -> list[str]:

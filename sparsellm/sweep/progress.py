@@ -42,15 +42,12 @@ class Progress:
         self.line = line
 
     def text(self, running: list[Point]) -> str:
-        total = sum(point.config.training.steps * point.config.training.tokens_per_step for point in self.points)
-        tokens = {point.name: trained(point) for point in self.points}
-        done = sum(tokens.values())
-        # A run that failed has no tokens left to train.
-        rest = sum(
-            point.config.training.steps * point.config.training.tokens_per_step - tokens[point.name]
-            for point in self.points
-            if point.name not in self.ended
-        )
+        total = done = rest = 0
+        for point in self.points:
+            whole, tokens = point.config.training.steps * point.config.training.tokens_per_step, trained(point)
+            total, done = total + whole, done + tokens
+            if point.name not in self.ended:  # a run that failed has no tokens left to train
+                rest += whole - tokens
         pace = (done - self.tokens_before) / (time.monotonic() - self.began)
         ends = f"ETA {timedelta(seconds=round(rest / pace))}" if pace > 0 else "no ETA yet"
         count = f"{len(self.ended)}/{len(self.points)} runs done, {len(running)} running"

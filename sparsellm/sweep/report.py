@@ -6,6 +6,7 @@ sweep.json has the rows of sweep.csv, and the command, machine, commit and versi
 import json
 from contextlib import suppress
 
+from sparsellm.analysis.report import as_csv
 from sparsellm.figures import drawn
 from sparsellm.sweep import figure, table
 from sparsellm.sweep.plan import COEFFICIENT, Sweep
@@ -27,7 +28,7 @@ def write_all(sweep: Sweep) -> tuple[str, str | None]:
             locks.take(file)
             rows = table.rows(sweep)
             markdown = table.as_markdown(sweep, rows)
-            write_whole(sweep.folder / f"{NAME}.csv", table.as_csv(rows).encode())
+            write_whole(sweep.folder / f"{NAME}.csv", as_csv(rows))
             pictures = drawn({NAME: lambda: figure.draw(sweep, rows)}).get(NAME)
             image = f"\n![{sweep.name}]({NAME}.png)\n" if pictures else ""
             files = {"json": (json.dumps(provenance() | {"rows": rows}, indent=1) + "\n").encode()}

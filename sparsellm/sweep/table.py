@@ -3,8 +3,6 @@
 No state is kept between starts, so the table does not depend on interruptions of the sweep.
 """
 
-import csv
-import io
 import json
 from collections.abc import Iterable
 from typing import Any
@@ -82,14 +80,6 @@ def rows(sweep: Sweep) -> list[Row]:
     return table
 
 
-def as_csv(table: list[Row]) -> str:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(table[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(table)  # None becomes empty
-    return text.getvalue()
-
-
 def as_markdown(sweep: Sweep, table: list[Row]) -> str:
     """The rows as an aligned Markdown table with rounded numbers, and a legend."""
 
@@ -126,16 +116,6 @@ def as_markdown(sweep: Sweep, table: list[Row]) -> str:
     return text + "\n\n" + _legend(sweep, {title for title, _ in columns}, dtypes) + "\n"
 
 
-def unregularised(point: Point, sweep: Sweep) -> Point | None:
-    """The run that `point` is compared with: ReLU, coefficient 0, and the same values outside `sparsity`."""
-
-    def without_l1(point: Point) -> bool:
-        sparsity = point.config.sparsity
-        return sparsity.activation == Activation.relu and sparsity.l1_coefficient == 0
-
-    return next((p for p in sweep.points if without_l1(p) and p.outside_sparsity == point.outside_sparsity), None)
-
-
 def _numbers(point: Point, rows: list[Row]) -> Row:
     """The row of a finished run's last step; empty, with a warning, if that row is damaged or missing."""
     if rows and rows[-1]["step"] == point.config.training.steps:
@@ -147,9 +127,9 @@ def _numbers(point: Point, rows: list[Row]) -> Row:
 def _results(sweep: Sweep, point: Point) -> dict[str, Any]:
     """The scores of the sweep's own tasks; other evaluations may have written more tasks, or fewer."""
     try:
-        output = locate(str(point.checkpoint)).output(EVALUATION, limit=sweep.limit)
+        output = locate(str(point.checkpoint)).output(EVALUATION, limit=sweep.evaluation.limit)
         path = of_dtype(output, sweep.dtype(point)) / RESULTS
-        return only(json.loads(regular.content(path)), sweep.tasks) if path.exists() else {}
+        return only(json.loads(regular.content(path)), sweep.evaluation.tasks or list(TASKS)) if path.exists() else {}
     except (CheckpointNotFound, json.JSONDecodeError) as error:
         warn(f"the scores of {point.checkpoint} are left out: {error}")
         return {}
@@ -169,12 +149,18 @@ def _costs(sweep: Sweep, point: Point) -> Row:
 
 
 def _increase(point: Point, sweep: Sweep, finished: dict[str, Row]) -> float | None:
-    reference = unregularised(point, sweep)
-    if reference is None or point.name not in finished or reference.name not in finished:
+    """The relative increase of cross entropy over the ReLU run without L1 whose values outside `sparsity` are the
+    same."""
+    alike = [p for p in sweep.points if p.outside_sparsity == point.outside_sparsity and _is_without_l1(p)]
+    if not alike or point.name not in finished or alike[0].name not in finished:
         return None
-    mine, base = finished[point.name], finished[reference.name]
+    mine, base = finished[point.name], finished[alike[0].name]
     key = "ce" if None in (mine.get("val_ce"), base.get("val_ce")) else "val_ce"
     return None if mine.get(key) is None or not base.get(key) else mine[key] / base[key] - 1
+
+
+def _is_without_l1(point: Point) -> bool:
+    return point.config.sparsity.activation == Activation.relu and point.config.sparsity.l1_coefficient == 0
 
 
 def _stderr_of_mean(result: dict[str, Any]) -> float | None:
@@ -196,7 +182,8 @@ def _legend(sweep: Sweep, titles: set[str], dtypes: str) -> str:
     neurons = distinct(c.model.intermediate_size for c in configs)
     silence = distinct(c.sparsity.dead_after_tokens for c in configs)
     multiplied = distinct(MULTIPLIED[c.sparsity.l1_normalization] for c in configs if c.sparsity.l1_coefficient)
-    rows = "" if sweep.limit is None else f", of the first {sweep.limit:,} rows"
+    limit = sweep.evaluation.limit
+    rows = "" if limit is None else f", of the first {limit:,} rows"
     meanings = {
         "CE": "cross entropy of the last step's batch, nats per token; held-out CE: on the validation split",
         "CE increase": f"relative to the ReLU run with {COEFFICIENT}=0",
