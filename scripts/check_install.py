@@ -17,7 +17,7 @@ from pathlib import Path
 LIBRARY = "sparsellm_kernels.so"
 
 NO_NVCC = """
-from sparsellm.ops import build, compiler
+from sparsellm.ops import backend, build, compiler
 def nothing():
     raise build.KernelsUnavailable("nvcc is hidden")
 compiler.nvcc = nothing
@@ -45,9 +45,9 @@ print("computes")
 """
 
 REFUSED = """
-from sparsellm.ops import build
+from sparsellm.ops import backend, build
 try:
-    build.available()
+    backend.available()
 except build.NamedKernelsUnusable as error:
     print("refused:", error)
 """
@@ -100,7 +100,7 @@ def check(wheel: Path, folder: Path) -> int:
     step("a library that does not load is refused", REFUSED, "do not load", SPARSELLM_KERNELS=str(broken))
     source = site / "sparsellm" / "kernels" / "engines.h"
     source.write_text(source.read_text() + "// edited\n")
-    unbuilt = NO_NVCC + "print(build.available())"
+    unbuilt = NO_NVCC + "print(backend.available())"
     step("a packaged library built from other sources is reported", unbuilt, "not built from the sources next to it")
     step("and nvcc is tried next", unbuilt, "nvcc is hidden")
     step(

@@ -216,16 +216,14 @@ def forward_backward(forward: Callable[..., Tensor | FeedForwardOutput], step: S
 def exact(step: Step) -> list[Tensor]:
     """The results of `forward_backward` in float64; CHUNK tokens are computed at a time, for memory."""
     x, *weights = (t.detach() for t in step.leaves)
-    gated = len(weights) == 3
-    forward = reference.gated_forward if gated else reference.nongated_forward
-    backward = reference.gated_backward if gated else reference.nongated_backward
     weights = [w.double() for w in weights]
+    w_gate, w_up, w_down = weights if len(weights) == 3 else [None, *weights]
     sums = [torch.zeros_like(w) for w in weights]
     ys, dxs = [], []
     for x_part, dy_part in zip(x.split(patterns.CHUNK), step.dy.split(patterns.CHUNK), strict=True):
         x_part, dy_part = x_part.double(), dy_part.double()
-        y, *_ = outputs = forward(x_part, *weights)
-        dx, *dws = backward(x_part, *weights, *outputs[4:], dy_part, step.dl1.double())
+        y, _, _, _, *planes = reference.forward(x_part, w_gate, w_up, w_down)
+        dx, *dws = reference.backward(x_part, w_gate, w_up, w_down, planes, dy_part, step.dl1.double())
         ys.append(y)
         dxs.append(dx)
         for total, dw in zip(sums, dws, strict=True):

@@ -4,7 +4,7 @@
     available()     whether load("auto") works here, and if not why; says so once on rank 0
     loaded()        "cuda" or "triton" once `load` has succeeded in this process, else None
     driver()        the module whose forward and backward run the kernels; None while none are loaded
-    check(kernels)  raises KernelsUnavailable where load(kernels) would, as far as that shows beforehand
+    check(kernels)  raises KernelsUnavailable if load(kernels) would, as far as can be known without loading anything
 
 One process uses one kind of kernels, because the tensors saved for backward differ between kinds.
 """
@@ -15,16 +15,18 @@ import torch
 
 from sparsellm.ops import build, cuda
 from sparsellm.ops.compiler import KernelsUnavailable
+from sparsellm.system.console import is_main_rank, warn
 
 NAMES = {"cuda": "the CUDA kernels", "triton": "the Triton kernels"}
-# The driver of the Triton kernels once they are loaded. The process keeps it, as it keeps the CUDA kernels' library
-# (sparsellm.ops.build): a registered operator gets tensors alone, so it must find its kernels when it runs.
+# The driver of the Triton kernels once they are loaded. The driver is global to the process, like the CUDA kernels'
+# library (sparsellm.ops.build): a registered operator receives only tensors, so it must find its kernels when it runs.
 _triton: ModuleType | None = None
 _said: set[str] = set()
 
 
 def of_this_machine() -> str:
-    """What `auto` loads: triton on a CUDA GPU that is not a Hopper one, else cuda, which says what is missing."""
+    """The kernels that "auto" loads: triton on a CUDA GPU that is not a Hopper GPU. Otherwise cuda, whose error says
+    what is missing."""
     if torch.version.cuda is None or not torch.cuda.is_available():
         return "cuda"
     return "cuda" if torch.cuda.get_device_capability() == build.CAPABILITY else "triton"
@@ -50,14 +52,18 @@ def load(kernels: str = "auto") -> None:
 
 
 def available() -> tuple[bool, str]:
-    """(True, "") if `load("auto")` works here, else (False, why); rank 0 also prints why, once per process."""
-    if loaded() is None and of_this_machine() == "cuda":
-        return build.available()
+    """(True, "") if `load("auto")` works here, else (False, why); rank 0 also prints why, once per process.
+
+    Raises NamedKernelsUnusable, because a person who names a library does not want PyTorch instead.
+    """
     try:
         load()
+    except build.NamedKernelsUnusable:
+        raise
     except KernelsUnavailable as error:
-        if str(error) not in _said and build.is_main_rank():
-            build.warn(f"PyTorch computes the feedforward layers, because the Triton kernels are unavailable: {error}")
+        if str(error) not in _said and is_main_rank():
+            missing = NAMES[of_this_machine()]
+            warn(f"PyTorch computes the feedforward layers because {missing} are unavailable: {error}")
         _said.add(str(error))
         return False, str(error)
     return True, ""
@@ -70,18 +76,12 @@ def loaded() -> str | None:
 
 
 def check(kernels: str) -> None:
-    if kernels == "cuda" or (kernels == "auto" and of_this_machine() == "cuda"):
-        build.check()
-        return
+    if (of_this_machine() if kernels == "auto" else kernels) == "cuda":
+        return build.check()
     from sparsellm.ops.triton import device
 
-    device.check()
+    return device.check()
 
 
 def driver() -> ModuleType | None:
     return _triton or (cuda if build.loaded() else None)
-
-
-def tile_saved_bytes(tokens: int, neurons: int, room: int, gated: bool) -> int:
-    """The length of what the tile engine saves for its backward, in bfloat16."""
-    return (_triton or cuda).tile_saved_bytes(tokens, neurons, room, gated)

@@ -4,20 +4,22 @@
     orders     whether the tile engine orders the tokens
     fuses      whether the dense engine fuses its elementwise operations into the GEMMs
 
-These are properties of the kernels, identical on every GPU, and operators need them at run time. The choice of the
-engine itself is made at a higher level, from measured costs (sparsellm.policy). Letters: M tokens, N neurons.
+These counts are properties of the kernels, identical on all GPUs, and operators need them at run time. The engine
+itself is chosen at a higher level, from measured costs (sparsellm.policy). Letters: M tokens, N neurons.
 """
 
-# Must agree with the CUDA kernels (kernels/engines.h: kFewTokens, kManyTokens), which is checked when the library is
-# loaded. Up to FEW_TOKENS, a call is bound by reading the weights. The tile engine needs at least MANY_TOKENS. Between
-# the two, cuBLAS computes the gate GEMM.
+# Both must equal the CUDA kernels' own constants (kernels/engines.h: kFewTokens, kManyTokens); loading the library
+# checks that. Up to FEW_TOKENS, a call is bound by reading the weights. The tile engine needs at least MANY_TOKENS. For
+# token counts in between, cuBLAS computes the gate GEMM.
 FEW_TOKENS = 64
 MANY_TOKENS = 1536
-# Fewer tokens are not reordered: ordering would take longer than it saves (LOG.md, "Ordering tokens by the neurons they
-# fire").
+# Fewer tokens are not reordered, because ordering would take longer than it saves (LOG.md, "Ordering tokens by the
+# neurons they fire").
 MIN_ORDERED_TOKENS = 16_384
-ALONE = 4  # the Triton kernels order a forward pass without backward from this multiple (LOG.md, "bit by bit")
-# Below this, cuBLAS with separate elementwise kernels is mostly faster than fused kernels; above it, mostly slower
+# The Triton kernels order a forward pass without backward only from this multiple of MIN_ORDERED_TOKENS (LOG.md, "bit by
+# bit").
+ALONE = 4
+# For fewer tokens, cuBLAS with separate elementwise kernels is mostly faster than fused kernels; for more, mostly slower
 # (LOG.md, "From how many tokens on the fused dense kernels pay").
 MIN_FUSED_TOKENS = 1344
 ALL_FIT = 1 << 22  # if M N is at most this, the lists hold all activations, whatever the plan's room

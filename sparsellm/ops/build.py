@@ -1,20 +1,19 @@
 """Finds or builds the library of the CUDA kernels, and loads it.
 
     load()       makes torch.ops.sparsellm_cuda.* callable, building first if need be; raises KernelsUnavailable
-    available()  whether load() works here, and if not why; rank 0 says so once, because PyTorch then computes instead
     loaded()     whether load() has succeeded in this process; never builds
     library()    the library to load, the first that exists of:
-                   1. the library that SPARSELLM_KERNELS names, a file or its folder: used, or refused with the reason
-                   2. the library in the installed package, if it fits the package's sources
+                   1. the library that SPARSELLM_KERNELS names, a file or its folder; an unusable one is an error
+                   2. the library in the installed package, if it was built from the package's sources
                    3. the library in the cache
-                   4. a new library, built into the cache; only this needs nvcc, and nothing needs a GPU
+                   4. a new library, built into the cache; only this step needs nvcc, and none needs a GPU
     python -m sparsellm.ops.build [FOLDER]  (make kernels, make wheel) builds ahead of time, reports each kernel's
                  resources, and copies the library into FOLDER
 
 The cache is ~/.cache/sparsellm/kernels/<build ID>/ (SPARSELLM_CACHE_DIR replaces ~/.cache/sparsellm). A build runs in a
 temporary folder, which is renamed to the build ID only when it is complete, so an interrupted build leaves nothing that
-looks complete to a later one. The builder holds a file lock, which the system releases if the builder dies, so one of
-many ranks builds while the others wait.
+looks complete to a later one. The builder holds a file lock, so one of many ranks builds while the others wait. The
+system releases the lock if the builder dies.
 """
 
 import os
@@ -22,14 +21,12 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from sparsellm.ops import borders, compiler
-from sparsellm.ops.compiler import LIBRARY, KernelsUnavailable
+from sparsellm.ops.compiler import LIBRARY, KernelsUnavailable, require_gpu
 from sparsellm.ops.resources import resources, table
 from sparsellm.system import locks, regular
 from sparsellm.system.console import is_main_rank, warn
@@ -41,7 +38,6 @@ CAPABILITY = (9, 0)  # Hopper: the kernels use instructions (wgmma) that only th
 _lock = threading.Lock()
 _failure: KernelsUnavailable | None = None
 _loaded = False
-_said = False
 
 
 class NamedKernelsUnusable(KernelsUnavailable):
@@ -49,8 +45,8 @@ class NamedKernelsUnusable(KernelsUnavailable):
 
 
 def load() -> None:
-    """Make torch.ops.sparsellm_cuda.* callable. Raises KernelsUnavailable. It tries once per process; later calls raise
-    the first call's error."""
+    """Make torch.ops.sparsellm_cuda.* callable. Raises KernelsUnavailable. Only the first call in a process tries;
+    later calls raise the same error."""
     global _failure, _loaded
     with _lock:
         if _loaded:
@@ -79,34 +75,10 @@ def loaded() -> bool:
     return _loaded
 
 
-def available() -> tuple[bool, str]:
-    """(True, "") if the kernels run here, else (False, why); rank 0 also prints why, once per process.
-
-    Raises NamedKernelsUnusable, because a person who names a library does not want PyTorch instead.
-    """
-    global _said
-    try:
-        load()
-    except NamedKernelsUnusable:
-        raise
-    except KernelsUnavailable as error:
-        if not _said:
-            _warn_on_main_rank(
-                f"PyTorch computes the feedforward layers because the CUDA kernels are unavailable: {error}"
-            )
-        _said = True
-        return False, str(error)
-    return True, ""
-
-
 def _check_device() -> None:
-    if torch.version.cuda is None:
-        raise KernelsUnavailable(f"torch {torch.__version__} is built without CUDA: install a CUDA build of torch")
-    if not torch.cuda.is_available():
-        raise KernelsUnavailable("no CUDA device is visible to torch: check nvidia-smi and CUDA_VISIBLE_DEVICES")
-    capability = torch.cuda.get_device_capability()
-    if capability != CAPABILITY:
-        major, minor = capability
+    require_gpu()
+    major, minor = torch.cuda.get_device_capability()
+    if (major, minor) != CAPABILITY:
         raise KernelsUnavailable(
             f"the GPU is a {torch.cuda.get_device_name()} of compute capability {major}.{minor}: the kernels need a"
             " Hopper GPU (9.0), such as an H100 or H200"
@@ -149,10 +121,11 @@ def prebuilt() -> Path | None:
     if packaged.is_file():
         if compiler.fits(packaged):
             return packaged
-        _warn_on_main_rank(
-            f"{packaged} is not used, because it was not built from the sources next to it: reinstall sparsellm, or"
-            " remove this library"
-        )
+        if is_main_rank():
+            warn(
+                f"{packaged} is not used, because it was not built from the sources next to it: reinstall sparsellm, or"
+                " remove this library"
+            )
     cached = _cached()
     return cached if cached.is_file() else None
 
@@ -178,7 +151,10 @@ def build() -> Path:
     nvcc, folder = compiler.nvcc(), path.parent
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _exclusive(folder) as waited:
+        with regular.to_write(folder.with_name(f"{folder.name}.lock"), "w") as lock:
+            if waited := not locks.take(lock, give_up=lambda: True):
+                warn(f"another process is building the CUDA kernels into {folder}; waiting for it")
+                locks.take(lock)
             if not path.is_file():
                 _build_into(folder, nvcc, waited)
     except OSError as error:
@@ -192,8 +168,8 @@ def build() -> Path:
 def _build_into(folder: Path, nvcc: Path, waited: bool) -> None:
     """Build the library; the caller holds the lock of `folder`.
 
-    waited: another process held the lock just before. If its build failed, this one fails with the same log, so that
-    many ranks do not all compile in vain, one after another.
+    waited: another process held the lock just before. If the build of that process failed, this call fails with the
+    same log, so that many ranks do not all compile in vain, one after another.
     """
     failed = folder.with_name(f"{folder.name}.failed.log")
     if waited and failed.is_file():
@@ -217,21 +193,6 @@ def _build_into(folder: Path, nvcc: Path, waited: bool) -> None:
         shutil.rmtree(private, ignore_errors=True)
 
 
-@contextmanager
-def _exclusive(folder: Path) -> Iterator[bool]:
-    """Hold the lock of `folder`, so that one process at a time builds it. Yields whether this process had to wait."""
-    with regular.to_write(folder.with_name(f"{folder.name}.lock"), "w") as file:
-        waited = False
-
-        def waiting() -> None:
-            nonlocal waited
-            waited = True
-            warn(f"another process is building the CUDA kernels into {folder}; waiting for it")
-
-        locks.take(file, waiting)
-        yield waited
-
-
 def _compile_error(log: Path) -> KernelsUnavailable:
     last = "\n".join(log.read_text().strip().splitlines()[-12:])
     return KernelsUnavailable(f"the kernels do not compile; the whole log is {log}, its last lines are:\n{last}")
@@ -248,8 +209,8 @@ def _cached() -> Path:
 
 
 def main(arguments: list[str]) -> int:
-    """Build and report. arguments: [], or the folder to copy the library into. Returns the exit code: 0 if everything
-    compiles and no kernel spills registers, else 1."""
+    """Build and report. arguments: [], or the folder to copy the library into. Returns the exit code: 0 if all sources
+    compile and no kernel spills registers, else 1."""
     try:
         path = build()
     except KernelsUnavailable as error:
@@ -270,11 +231,6 @@ def main(arguments: list[str]) -> int:
     if spilling:
         warn(f"registers spill to memory in {', '.join(spilling)}: no kernel should spill")
     return 1 if spilling else 0
-
-
-def _warn_on_main_rank(message: str) -> None:
-    if is_main_rank():
-        warn(message)
 
 
 if __name__ == "__main__":

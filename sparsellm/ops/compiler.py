@@ -3,11 +3,11 @@
     compile_into()  compiles every kernels/**/*.cu on its own for sm_90a, and the .cpp files against torch's stable ABI,
                     and links all with the static CUDA runtime; needs nvcc, but neither a GPU nor a CUDA build of torch
     build_id()      the hash of all sources and flags, which the linker writes into the library as its ELF build ID
-    fits()          whether a library has this build ID, so that the Python code here may call it
+    fits()          whether a library has this build ID, so that this Python code may call the library
 
 The version of torch is not part of the build ID, because the stable ABI lets one library serve torch 2.10 and later.
-Nor is the version of nvcc, so that a machine without nvcc finds the library that another machine built into a shared
-cache.
+The version of nvcc is not part of it either, so that a machine without nvcc finds the library that another machine
+built into a shared cache.
 """
 
 import hashlib
@@ -40,8 +40,8 @@ BINDINGS = ["-std=c++17", "-O2", "-I.", "-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x
 LINK = ["-shared", "-cudart", "static", "-Xlinker", "--no-undefined"]
 LIBRARIES = ["-ltorch_cpu", "-ltorch_cuda"]
 
-# A CPU build of torch has no libtorch_cuda.so to link with. So every build links with this stub, which defines the
-# functions of libtorch_cuda.so that the bindings call; when the kernels are loaded, torch's own library provides them.
+# A CPU build of torch has no libtorch_cuda.so to link with. So every build links with a stub that defines the functions
+# of libtorch_cuda.so that the bindings call. When the kernels are loaded, torch's own library provides these functions.
 TORCH_CUDA = "libtorch_cuda.so"
 CALLED = ("aoti_torch_get_current_cuda_stream", "aoti_torch_cuda_mm_out", "aoti_torch_cuda_addmm_out")
 STAND_IN = "".join(f'extern "C" int {name}() {{ return 1; }}\n' for name in CALLED)
@@ -52,15 +52,20 @@ class KernelsUnavailable(SparsellmError, RuntimeError):
     """The kernels cannot run here. The message is one sentence: what is missing and what to do."""
 
 
+def require_gpu() -> None:
+    """Raise KernelsUnavailable unless torch can use a CUDA GPU."""
+    if torch.version.cuda is None:
+        raise KernelsUnavailable(f"torch {torch.__version__} is built without CUDA: install a CUDA build of torch")
+    if not torch.cuda.is_available():
+        raise KernelsUnavailable("no CUDA device is visible to torch: check nvidia-smi and CUDA_VISIBLE_DEVICES")
+
+
 def nvcc() -> Path:
-    """The path of the CUDA compiler. Raises KernelsUnavailable, which names every place that was searched."""
+    """The path of the CUDA compiler. Raises KernelsUnavailable, which names all places that were searched."""
     home = os.environ.get("CUDA_HOME")
-    places = [Path(home) / "bin" / "nvcc"] if home else []
-    places += [Path(found)] if (found := shutil.which("nvcc")) else []
-    places.append(TOOLKIT / "bin" / "nvcc")
-    for place in places:
-        if place.is_file():
-            return place
+    for path in (home and f"{home}/bin/nvcc", shutil.which("nvcc"), TOOLKIT / "bin" / "nvcc"):
+        if path and Path(path).is_file():
+            return Path(path)
     if from_pip := _nvcc_from_pip():
         return from_pip
     raise KernelsUnavailable(

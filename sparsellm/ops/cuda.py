@@ -1,8 +1,8 @@
 """The driver of the CUDA kernels (kernels/engines.h): calls the C++ operator that computes a plan.
 
-Letters: M tokens, K model width, N neurons. Inputs are on one Hopper GPU; x and dy are bfloat16, weights of any dtype
-that casts to bfloat16. The callers (sparsellm.ops.feedforward) have checked the inputs and loaded the kernels. w_gate
-is None in non-gated layers. Nothing here waits for the device. Non-contiguous or misaligned inputs are copied.
+Letters: M tokens, K model width, N neurons. All inputs are on one Hopper GPU. x and dy are bfloat16; weights have any
+dtype that casts to bfloat16; w_gate is None in non-gated layers. The callers (sparsellm.ops.feedforward) have checked
+the inputs and loaded the kernels. Nothing here waits for the device. Non-contiguous or misaligned inputs are copied.
 """
 
 from functools import lru_cache
@@ -36,11 +36,11 @@ def forward(
 ) -> Forward:
     """(y, l1, fired, counts, saved) of `sparsellm.ops.feedforward`, by the engine of `plan`.
 
-    y [M, K]; l1 0-d float32; fired bool [N]; counts int64 [4]; saved uint8, one buffer for `backward`, whose length
-    identifies the engine (`engine_of`); it is empty unless `saving`. w_down_t [N, K]: w_down by neuron, or None.
-    Weights are cast to the dtype of x. Without `counting`, the dense engine may skip the statistics: l1, fired and
-    counts are then empty. Raises ValueError for saving by the row engine, which has no backward, and for more tokens
-    than the tile engine supports.
+    y [M, K]; l1 0-d float32; fired bool [N]; counts int64 [4]; saved uint8: one buffer for `backward`, empty unless
+    `saving`, whose length identifies the engine (`engine_of`). w_down_t [N, K]: w_down by neuron, or None. Weights are
+    cast to the dtype of x. Without `counting`, the dense engine may skip the statistics: l1, fired and counts are then
+    empty. Raises ValueError if the row engine, which has no backward, should save, and for more tokens than the tile
+    engine supports.
     """
     m, n = x.shape[0], w_down.shape[1]
     if plan.engine == Engine.row and saving:
@@ -94,7 +94,8 @@ def backward(
 
 def _called(name: str, *arguments: Any) -> Any:
     """The results of an operator of the kernels. Torch's stable ABI tells C++ only that an allocation failed, so the
-    operator cannot raise torch.OutOfMemoryError, from which callers know that smaller calls may fit. This raises it."""
+    operator raises RuntimeError. This function raises torch.OutOfMemoryError instead, from which callers know that
+    smaller calls may fit."""
     try:
         return getattr(torch.ops.sparsellm_cuda, name)(*arguments)
     except RuntimeError as error:
@@ -119,8 +120,8 @@ def engine_of(saved: Tensor) -> Engine:
 
 
 def planes_of(saved: Tensor, count: int, m: int, n: int, dtype: torch.dtype) -> list[Tensor]:
-    """What the dense engine saved: `count` planes [M, N], which are g and, of gated layers, u. Instead of g it is z, g
-    before the ReLU, where the kernels do not fuse (sparsellm.ops.borders). Raises ValueError for another length."""
+    """What the dense engine saved: `count` planes [M, N], which are g and, in gated layers, u. Kernels that do not fuse
+    (sparsellm.ops.borders) save z, which is g before the ReLU, instead of g. Raises ValueError for another length."""
     if saved.numel() != (length := count * m * n * dtype.itemsize):
         raise ValueError(
             f"saved has {saved.numel():,} bytes: it should have {length:,}, which the dense engine saves for {m:,}"
@@ -136,8 +137,7 @@ def gate_pack(x: Tensor, w: Tensor) -> PackedGate:
 
 
 def capacity_of(m: int, n: int, room: int) -> int:
-    """How many nonzeros the tile engine's lists hold: as sparsellm.ops.borders says, up to the most that
-    the kernels can count."""
+    """How many nonzeros the tile engine's lists hold: borders.capacity, but at most what the kernels can count."""
     return min(borders.capacity(m, n, room), limit("tile capacity"))
 
 
@@ -150,7 +150,7 @@ def tile_saved_bytes(m: int, n: int, room: int, gated: bool) -> int:
 
 @lru_cache
 def limit(name: str) -> int:
-    """A limit that only the kernels know (kernels/bindings.cpp: limit): limit("tile tokens") is 8,388,576."""
+    """A limit that the kernels define (kernels/bindings.cpp: limit): limit("tile tokens") is 8,388,576."""
     return torch.ops.sparsellm_cuda.limit(name)
 
 
@@ -161,10 +161,8 @@ def nothing(x: Tensor, n: int) -> Forward:
 
 
 def readable(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """`tensor` in `dtype` (None: its own), contiguous and aligned; copied only if it is not so already."""
-    if dtype is not None and tensor.dtype != dtype:
-        tensor = tensor.to(dtype)
-    tensor = tensor.contiguous()
+    """`tensor` in `dtype` (None: its own dtype), contiguous and aligned; copied only where necessary."""
+    tensor = tensor.to(dtype or tensor.dtype).contiguous()
     return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
 
 

@@ -3,16 +3,16 @@
     feedforward(x, w_gate, w_up, w_down, plan)  -> FeedForwardOutput      w_gate None: non-gated
 
 `plan` selects what computes the call; the mathematics is the same for all (sparsellm.ops.reference).
-    None      The PyTorch reference, traced, so that torch.compile fuses its elementwise half. For backward it saves g
-              and u (h in non-gated layers) in addition to the inputs.
+    None      The PyTorch reference, traced, so that torch.compile fuses its elementwise half. The reference saves g and
+              u (in non-gated layers g) for backward, in addition to the inputs.
     a plan    or the tensor that encodes one (sparsellm.ops.plan): the registered operator
-              `torch.ops.sparsellm.feedforward`. Compilers do not look inside, and it reads the plan when it runs, so a
-              new plan never recompiles. Its engine saves what its own backward needs: dense two planes of M x N, tile
-              the nonzeros of g and u.
+              `torch.ops.sparsellm.feedforward`. Compilers do not look inside the operator, which reads the plan when it
+              runs, so a new plan never recompiles. Each engine saves what its own backward needs: dense one or two
+              planes of M x N values, tile the nonzeros of g and u.
 
 The row and tile engines run on the CUDA or Triton kernels, in bfloat16 on a GPU, or raise an error. The dense engine
-runs everywhere, with its own kernels where these are already loaded (sparsellm.ops.backend). No engine replaces
-another.
+runs everywhere: on kernels if they are already loaded (sparsellm.ops.backend), else in PyTorch. An engine that cannot
+run is never replaced by another one.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ class FeedForwardOutput(NamedTuple):
 
     Attributes:
         y: [M, K], the compute dtype.
-        l1: 0-d float32 (float64 for float64 inputs): the plain sum of |h|. The caller multiplies it by lambda / M,
+        l1: 0-d float32 (float64 for float64 inputs): the plain sum of |h|. The caller multiplies the sum by lambda / M,
             where M counts the tokens of the whole optimizer step (DESIGN §2).
         nnz: 0-d int64: number of nonzeros among the M x N activations.
         fired: bool [N]: the neurons that fire for some token.
@@ -55,9 +55,9 @@ class FeedForwardOutput(NamedTuple):
 
 
 def saved_bytes(plan: Plan | None, tokens: int, neurons: int, gated: bool, dtype: torch.dtype) -> int:
-    """The bytes that a call saves for backward in addition to the inputs. dtype: the compute dtype of the call."""
+    """The bytes that a call computed in `dtype` saves for backward in addition to the inputs."""
     if plan is not None and plan.engine == Engine.tile:
-        return backend.tile_saved_bytes(tokens, neurons, plan.room, gated)
+        return (backend.driver() or cuda).tile_saved_bytes(tokens, neurons, plan.room, gated)
     return (2 if gated else 1) * tokens * neurons * dtype.itemsize
 
 
@@ -67,14 +67,14 @@ def feedforward(
     """y = h w_down^T and the statistics of h, where h = relu(x w_gate^T) * (x w_up^T).
 
     Autocast sets the compute dtype. The registered operator casts the weights in forward and again in backward, so that
-    only the weights themselves, and no copies, are kept in between.
+    no cast copies occupy memory in between.
 
     Args:
         x: [M, K], M >= 0.
         w_gate: [N, K], or None: h = relu(x w_up^T).
         w_up: [N, K].
         w_down: [K, N].
-        plan: Which engine computes the call; None: the PyTorch reference, traced.
+        plan: The engine that computes the call. None: the PyTorch reference, traced.
 
     Raises:
         ValueError: Shapes, dtypes, devices or the plan are not allowed.
@@ -84,7 +84,7 @@ def feedforward(
     x, cast = in_autocast(x)
     check(x, w_gate, w_up, w_down, cast)
     if plan is None:
-        return _uncounted(*_traced(x, *_in(x.dtype, w_gate, w_up, w_down)))
+        return uncounted(*_Traced.apply(x, *_in(x.dtype, w_gate, w_up, w_down))[:4])
     saving = torch.is_grad_enabled() and any(t.requires_grad for t in (x, w_gate, w_up, w_down) if t is not None)
     plan = plan.tensor() if isinstance(plan, Plan) else plan
     y, l1, fired, counts, _ = torch.ops.sparsellm.feedforward(x, w_gate, w_up, w_down, plan, saving)
@@ -97,8 +97,8 @@ def output_of(y: Tensor, l1: Tensor, fired: Tensor, counts: Tensor) -> FeedForwa
     return FeedForwardOutput(y, l1, nnz, fired, *others)
 
 
-def _uncounted(y: Tensor, l1: Tensor, nnz: Tensor, fired: Tensor) -> FeedForwardOutput:
-    """The output of the traced reference, which packs nothing and does not measure the union."""
+def uncounted(y: Tensor, l1: Tensor, nnz: Tensor, fired: Tensor) -> FeedForwardOutput:
+    """The output of plain PyTorch code, which packs nothing and does not measure the union."""
     zero = torch.zeros_like(nnz)
     return FeedForwardOutput(y, l1, nnz, fired, zero, zero.clone(), zero - 1)
 
@@ -114,10 +114,8 @@ def _autocasts(device: str) -> bool:
     return device != "meta" and torch.is_autocast_enabled(device)  # is_autocast_enabled raises an error for meta
 
 
-def _in(
-    dtype: torch.dtype, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor
-) -> tuple[Tensor | None, Tensor, Tensor]:
-    return None if w_gate is None else w_gate.to(dtype), w_up.to(dtype), w_down.to(dtype)
+def _in(dtype: torch.dtype, *weights: Tensor | None) -> Any:
+    return [None if weight is None else weight.to(dtype) for weight in weights]
 
 
 def check(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, cast: bool) -> None:
@@ -154,67 +152,46 @@ def check(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, cast: 
             refuse(f"{name}.device", weight.device, f"{device}, the device of x")
 
 
-# The traced reference.
+class _Traced(torch.autograd.Function):
+    """The traced reference: (x, w_gate or None, w_up, w_down) -> (y, l1, nnz, fired, *planes)."""
+
+    forward = staticmethod(reference.forward)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs, *output[4:])
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, dl1: Tensor | None, *of_others: Tensor | None) -> tuple:
+        x, w_gate, w_up, w_down, *planes = ctx.saved_tensors
+        dy, dl1 = first_order(x, dy, dl1, of_others)
+        return _by_argument(w_gate, reference.backward(x, w_gate, w_up, w_down, planes, dy, dl1))
 
 
-def _traced(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> tuple[Tensor, ...]:
-    """(y, l1, nnz, fired)"""
-    if w_gate is None:
-        return _Nongated.apply(x, w_up, w_down)[:4]
-    return _Gated.apply(x, w_gate, w_up, w_down)[:4]
-
-
-def _gated_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:4], *output[4:])
-
-
-def _gated_gradients(ctx: Any, dy: Tensor | None, dl1: Tensor | None, *of_others: Tensor | None) -> tuple[Tensor, ...]:
-    x, w_gate, w_up, w_down, g, u = ctx.saved_tensors
-    return reference.gated_backward(x, w_gate, w_up, w_down, g, u, *first_order(x, dy, dl1, of_others))
-
-
-def _nongated_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:3], *output[4:])
-
-
-def _nongated_gradients(
-    ctx: Any, dy: Tensor | None, dl1: Tensor | None, *of_others: Tensor | None
-) -> tuple[Tensor, ...]:
-    x, w_up, w_down, h = ctx.saved_tensors
-    return reference.nongated_backward(x, w_up, w_down, h, *first_order(x, dy, dl1, of_others))
+def _by_argument(w_gate: Tensor | None, gradients: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    """(dx, dw_gate, dw_up, dw_down) from the gradients that exist; dw_gate is None in a non-gated layer."""
+    dx, *dws = gradients
+    return dx, None if w_gate is None else dws[0], *dws[-2:]
 
 
 def first_order(
     x: Tensor, dy: Tensor | None, dl1: Tensor | None, of_others: Sequence[Tensor | None]
 ) -> tuple[Tensor, Tensor]:
-    """(dy, dl1), with zeros for None. of_others: the gradients of the outputs that no caller sees, g and u. Only second
-    derivatives have such gradients, and would be wrong without them, so this raises RuntimeError. (Compiled code has
-    zeros there, and refuses second derivatives itself.)"""
+    """(dy, dl1), with zeros for None. of_others: the gradients of outputs that no caller sees, such as g and u. Only
+    second derivatives have such gradients, and would be wrong without them, so this function raises RuntimeError.
+    (Compiled code passes zeros, and refuses second derivatives itself.)"""
     if not torch.compiler.is_compiling() and any(gradient is not None for gradient in of_others):
         raise RuntimeError("the feedforward operator was differentiated twice: it has first derivatives only")
     return torch.zeros_like(x) if dy is None else dy, x.new_zeros(()) if dl1 is None else dl1
 
 
-class _Gated(torch.autograd.Function):
-    forward = staticmethod(reference.gated_forward)
-    setup_context = staticmethod(_gated_context)
-    backward = staticmethod(_gated_gradients)
-
-
-class _Nongated(torch.autograd.Function):
-    forward = staticmethod(reference.nongated_forward)
-    setup_context = staticmethod(_nongated_context)
-    backward = staticmethod(_nongated_gradients)
-
-
 # The registered operator. Its backward is a registered operator too, because autograd must not trace into either.
 # Forward returns (y, l1, fired, counts, saved):
-#   saved   one uint8 buffer for backward (sparsellm.ops.cuda); its length depends on the plan, and is known only when
+#   saved   one uint8 buffer for backward (sparsellm.ops.cuda), whose length depends on the plan, and is known only when
 #           the operator runs
-#   counts  int64 [4] in one tensor, because four views of it would share memory, which results of an operator may not
-# Weights are cast to the dtype of x, in forward and again in backward, and get gradients of their own dtype.
+#   counts  int64 [4] in one tensor, because the results of an operator may not share memory, as four views would
+# Forward and backward each cast the weights to the dtype of x; the gradients have the weights' own dtypes.
 # `feedforward` has cast x to the autocast dtype, so both operators compute with autocast off.
 
 
@@ -249,11 +226,7 @@ def forward(
             return forward(x, w_gate, w_up, w_down, plan, w_down_t, saving, counting)
     if (kernels := _kernels(x, plan.engine)) is not None:
         return kernels.forward(x, w_gate, w_up, w_down, plan, w_down_t, saving, counting)
-    w_gate, w_up, w_down = _in(x.dtype, w_gate, w_up, w_down)
-    if w_gate is None:
-        y, l1, nnz, fired, *planes = reference.nongated_forward(x, w_up, w_down)
-    else:
-        y, l1, nnz, fired, *planes = reference.gated_forward(x, w_gate, w_up, w_down)
+    y, l1, nnz, fired, *planes = reference.forward(x, *_in(x.dtype, w_gate, w_up, w_down))
     counts = torch.stack([nnz, zero := torch.zeros_like(nnz), zero, reference.union(planes[0] != 0)])
     saved = torch.stack(planes).view(torch.uint8).flatten() if saving else x.new_empty(0, dtype=torch.uint8)
     return y, l1, fired, counts, saved
@@ -296,21 +269,13 @@ def _feedforward_backward(
     x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, dy: Tensor, dl1: Tensor, saved: Tensor
 ) -> list[Tensor]:
     with torch.autocast(x.device.type, enabled=False):
-        gradients = _backward(x, w_gate, w_up, w_down, dy, dl1, saved)
+        if (kernels := _kernels(x, cuda.engine_of(saved))) is not None:
+            gradients = kernels.backward(x, w_gate, w_up, w_down, dy, dl1, saved)
+        else:
+            planes = cuda.planes_of(saved, 1 if w_gate is None else 2, x.shape[0], w_down.shape[1], x.dtype)
+            gradients = reference.backward(x, *_in(x.dtype, w_gate, w_up, w_down), planes, dy, dl1)
     dtypes = [t.dtype for t in (x, w_gate, w_up, w_down) if t is not None]
     return [gradient.to(dtype).contiguous() for gradient, dtype in zip(gradients, dtypes, strict=True)]
-
-
-def _backward(
-    x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, dy: Tensor, dl1: Tensor, saved: Tensor
-) -> Sequence[Tensor]:
-    if (kernels := _kernels(x, cuda.engine_of(saved))) is not None:
-        return kernels.backward(x, w_gate, w_up, w_down, dy, dl1, saved)
-    gate, up, down = _in(x.dtype, w_gate, w_up, w_down)
-    planes = cuda.planes_of(saved, 1 if w_gate is None else 2, x.shape[0], w_down.shape[1], x.dtype)
-    if gate is None:
-        return reference.nongated_backward(x, up, down, planes[0], dy, dl1)
-    return reference.gated_backward(x, gate, up, down, planes[0], planes[1], dy, dl1)
 
 
 @_feedforward_backward.register_fake
@@ -332,9 +297,8 @@ def _feedforward_context(ctx: Any, inputs: tuple, output: tuple) -> None:
 def _feedforward_gradients(ctx: Any, dy: Tensor | None, dl1: Tensor | None, *_unused: Any) -> tuple[Tensor | None, ...]:
     x, w_gate, w_up, w_down, saved = ctx.saved_tensors
     dy, dl1 = first_order(x, dy, dl1, ())
-    dx, *dws = torch.ops.sparsellm.feedforward_backward(x, w_gate, w_up, w_down, dy, dl1, saved)
-    dw_gate = None if w_gate is None else dws[0]
-    return dx, dw_gate, *dws[-2:], None, None
+    gradients = torch.ops.sparsellm.feedforward_backward(x, w_gate, w_up, w_down, dy, dl1, saved)
+    return *_by_argument(w_gate, gradients), None, None
 
 
 _feedforward.register_autograd(_feedforward_gradients, setup_context=_feedforward_context)

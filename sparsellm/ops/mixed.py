@@ -3,9 +3,9 @@
     z = x w_gate^T    g = (1 - a) silu(z) + a relu(z)    u = x w_up^T    h = g * u    y = h w_down^T
 
 Letters and numerics are those of reference.py; the gate is computed in float32 and rounded once. At a = 1 the result
-is that of the operator with a ReLU. No kernel computes this, because nothing is zero while a < 1.
+equals that of the ReLU operator. While a < 1 no activation is exactly zero, so sparse kernels would gain nothing.
 
-It counts what a pure ReLU would leave: a neuron fires if z > 0. l1 is the sum of |h|.
+The statistics are those of a pure ReLU: a neuron counts as firing if z > 0. l1 is the sum of |h|.
 """
 
 from typing import Any
@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsellm.ops.feedforward import FeedForwardOutput, check, first_order, in_autocast
+from sparsellm.ops.feedforward import FeedForwardOutput, check, first_order, in_autocast, uncounted
 from sparsellm.ops.reference import accumulator, statistics
 
 
 def mixed_feedforward(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, mix: Tensor) -> FeedForwardOutput:
-    """x [M, K], w_gate and w_up [N, K], w_down [K, N]; mix: a, 0-d float32 on their device, in [0, 1].
+    """x [M, K], w_gate and w_up [N, K], w_down [K, N]; mix: a, 0-d float32 on the device of x, in [0, 1].
 
     mix gets no gradient. Autocast sets the compute dtype. Nothing is packed, and the union is not measured (-1). Raises
     ValueError for shapes, dtypes or devices that are not allowed.
@@ -27,30 +27,7 @@ def mixed_feedforward(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, m
     x, cast = in_autocast(x)
     check(x, w_gate, w_up, w_down, cast)
     weights = (weight.to(x.dtype) for weight in (w_gate, w_up, w_down))
-    y, l1, nnz, fired, *_ = _Mixed.apply(x, *weights, mix)
-    zero = torch.zeros_like(nnz)
-    return FeedForwardOutput(y, l1, nnz, fired, zero, zero.clone(), zero - 1)
-
-
-def mixed_forward(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, mix: Tensor) -> tuple[Tensor, ...]:
-    """(y [M, K], l1, nnz, fired, z [M, N], u [M, N]). Backward needs z and u in addition to the inputs."""
-    z, u = x @ w_gate.T, x @ w_up.T
-    h = _gate(z, mix) * u
-    return (h @ w_down.T, *statistics(h, z > 0), z, u)
-
-
-def mixed_backward(
-    x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, mix: Tensor, z: Tensor, u: Tensor, dy: Tensor, dl1: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dx, dw_gate, dw_up, dw_down) from dy [M, K] and dl1, the 0-d derivative of the loss with respect to l1."""
-    wide, g = accumulator(x.dtype), _gate(z, mix)
-    h, a = g * u, mix.to(wide)
-    dh = (dy @ w_down).to(wide) + dl1.to(wide) * h.sign().to(wide)
-    du = (dh * g).to(x.dtype)
-    s = torch.sigmoid(z.to(wide))
-    slope = (1 - a) * s * (1 + z.to(wide) * (1 - s)) + a * (z > 0).to(wide)
-    dz = (dh * u * slope).to(x.dtype)
-    return torch.addmm(dz @ w_gate, du, w_up), dz.T @ x, du.T @ x, dy.T @ h
+    return uncounted(*_Mixed.apply(x, *weights, mix)[:4])
 
 
 def _gate(z: Tensor, mix: Tensor) -> Tensor:
@@ -60,7 +37,13 @@ def _gate(z: Tensor, mix: Tensor) -> Tensor:
 
 
 class _Mixed(torch.autograd.Function):
-    forward = staticmethod(mixed_forward)
+    """(x, w_gate, w_up, w_down, mix) -> (y, l1, nnz, fired, z [M, N], u [M, N])."""
+
+    @staticmethod
+    def forward(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, mix: Tensor) -> tuple[Tensor, ...]:
+        z, u = x @ w_gate.T, x @ w_up.T
+        h = _gate(z, mix) * u
+        return (h @ w_down.T, *statistics(h, z > 0), z, u)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
@@ -68,8 +51,14 @@ class _Mixed(torch.autograd.Function):
         ctx.save_for_backward(*inputs, *output[4:])
 
     @staticmethod
-    def backward(
-        ctx: Any, dy: Tensor | None, dl1: Tensor | None, *of_others: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor | None, dl1: Tensor | None, *of_others: Tensor | None) -> tuple:
         x, w_gate, w_up, w_down, mix, z, u = ctx.saved_tensors
-        return *mixed_backward(x, w_gate, w_up, w_down, mix, z, u, *first_order(x, dy, dl1, of_others)), None
+        dy, dl1 = first_order(x, dy, dl1, of_others)
+        wide, g = accumulator(x.dtype), _gate(z, mix)
+        h, a = g * u, mix.to(wide)
+        dh = (dy @ w_down).to(wide) + dl1.to(wide) * h.sign().to(wide)
+        du = (dh * g).to(x.dtype)
+        s = torch.sigmoid(z.to(wide))
+        slope = (1 - a) * s * (1 + z.to(wide) * (1 - s)) + a * (z > 0).to(wide)
+        dz = (dh * u * slope).to(x.dtype)
+        return torch.addmm(dz @ w_gate, du, w_up), dz.T @ x, du.T @ x, dy.T @ h, None

@@ -1,4 +1,4 @@
-"""The engine choice of a layer: which engine computes a call, with how much list capacity; and its one encoding."""
+"""The engine choice of a layer: which engine computes a call, and with how much list capacity."""
 
 from enum import IntEnum
 from typing import NamedTuple

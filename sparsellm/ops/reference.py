@@ -3,14 +3,17 @@
 Letters: M tokens, K model width, N neurons. Weights have Hugging Face's layout: w_gate, w_up [N, K], w_down [K, N].
 
     gated      z = x w_gate^T    g = relu(z)    u = x w_up^T    h = g * u    y = h w_down^T
-    non-gated  z = x w_up^T                                     h = relu(z)  y = h w_down^T
+    non-gated  z = x w_up^T      g = relu(z)                    h = g        y = h w_down^T      w_gate is None
 
-Numerics: every matmul accumulates as PyTorch does (float32 for bfloat16) and is rounded once to the compute
-dtype, which is that of x. Elementwise arithmetic on the results is done in `accumulator(dtype)` and rounded once.
-Gradients are those of DESIGN §2, and exactly zero where the neuron is inactive. float64 inputs give float64 throughout.
+Numerics: every matmul accumulates as PyTorch does (float32 for bfloat16) and is rounded once to the compute dtype,
+which is that of x. Elementwise arithmetic on the results is done in `accumulator(dtype)` and rounded once. Gradients
+follow docs/dev/DESIGN.md, section 2, and are exactly zero where the neuron is inactive. float64 inputs give float64
+throughout.
 
 These are pure functions of tensors, written so that a compiler can fuse their elementwise halves.
 """
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -42,51 +45,28 @@ def union(active: Tensor) -> Tensor:
     return padded.view(-1, TOKEN_TILE, n).any(1).sum()
 
 
-def gated_forward(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor) -> tuple[Tensor, ...]:
-    """(y [M, K], l1, nnz, fired, g [M, N], u [M, N]). Backward needs g and u in addition to the inputs."""
-    g = torch.relu(x @ w_gate.T)
-    u = x @ w_up.T
-    h = g * u
-    return (h @ w_down.T, *statistics(h, g != 0), g, u)
+def forward(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> tuple[Tensor, ...]:
+    """(y [M, K], l1, nnz, fired, *planes). The planes [M, N], which backward needs in addition to the inputs, are g and
+    u, or g alone in a non-gated layer."""
+    g = torch.relu(x @ (w_up if w_gate is None else w_gate).T)
+    planes = (g,) if w_gate is None else (g, x @ w_up.T)
+    h = g if w_gate is None else g * planes[1]
+    return (h @ w_down.T, *statistics(h, g != 0), *planes)
 
 
-def gated_backward(
-    x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, g: Tensor, u: Tensor, dy: Tensor, dl1: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dx, dw_gate, dw_up, dw_down) from dy [M, K] and dl1, the 0-d derivative of the loss with respect to l1."""
-    wide = accumulator(x.dtype)
+def backward(
+    x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, planes: Sequence[Tensor], dy: Tensor, dl1: Tensor
+) -> tuple[Tensor, ...]:
+    """(dx, dw_gate if gated, dw_up, dw_down) from the planes of `forward`, dy [M, K], and dl1 (0-d), the derivative of
+    the loss with respect to l1."""
+    wide, g = accumulator(x.dtype), planes[0]
+    if w_gate is None:
+        dh = (dy @ w_down).to(wide) + dl1.to(wide)  # without sign(h), which is 1 wherever the next line keeps a value
+        dz = torch.where(g != 0, dh, 0).to(x.dtype)
+        return dz @ w_up, dz.T @ x, dy.T @ g
+    u = planes[1]
     h = g * u
     dh = (dy @ w_down).to(wide) + dl1.to(wide) * h.sign().to(wide)
     du = (dh * g).to(x.dtype)
     dz = torch.where(g != 0, dh * u, 0).to(x.dtype)
     return torch.addmm(dz @ w_gate, du, w_up), dz.T @ x, du.T @ x, dy.T @ h
-
-
-def gated_recomputed_backward(
-    x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, dy: Tensor, dl1: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`gated_backward` with g and u recomputed from x."""
-    return gated_backward(x, w_gate, w_up, w_down, torch.relu(x @ w_gate.T), x @ w_up.T, dy, dl1)
-
-
-def nongated_forward(x: Tensor, w_up: Tensor, w_down: Tensor) -> tuple[Tensor, ...]:
-    """(y [M, K], l1, nnz, fired, h [M, N]). Backward needs h in addition to the inputs."""
-    h = torch.relu(x @ w_up.T)
-    return (h @ w_down.T, *statistics(h, h != 0), h)
-
-
-def nongated_backward(
-    x: Tensor, w_up: Tensor, w_down: Tensor, h: Tensor, dy: Tensor, dl1: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx, dw_up, dw_down) from dy [M, K] and dl1 (0-d)."""
-    wide = accumulator(x.dtype)
-    dh = (dy @ w_down).to(wide) + dl1.to(wide)  # sign(h) is 1 wherever the next line keeps a value
-    dz = torch.where(h != 0, dh, 0).to(x.dtype)
-    return dz @ w_up, dz.T @ x, dy.T @ h
-
-
-def nongated_recomputed_backward(
-    x: Tensor, w_up: Tensor, w_down: Tensor, dy: Tensor, dl1: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`nongated_backward` with h recomputed from x."""
-    return nongated_backward(x, w_up, w_down, torch.relu(x @ w_up.T), dy, dl1)

@@ -229,6 +229,16 @@ def layer(ws: list[Tensor]) -> list[Tensor | None]:
     return ws if len(ws) == 3 else [None, *ws]
 
 
+def gradients(x: Tensor, ws: list[Tensor], dy: Tensor, dl1: Tensor) -> tuple[Tensor, ...]:
+    """The reference's gradients of x and ws, in the dtype of the inputs."""
+    return reference.backward(x, *layer(ws), reference.forward(x, *layer(ws))[4:], dy, dl1)
+
+
+def exact_gradients(x: Tensor, ws: list[Tensor], dy: Tensor, dl1: Tensor) -> tuple[Tensor, ...]:
+    """The same in float64."""
+    return gradients(x.double(), [w.double() for w in ws], dy.double(), dl1.double())
+
+
 def run(engine: str, x: Tensor, ws: list[Tensor], choice: EngineChoice | None = None) -> FeedForwardOutput:
     """The results of `engine`: through the operator, or through `choice`, as an accelerated block calls it, with a copy
     of w_down by neuron."""

@@ -139,9 +139,8 @@ def test_nonzeros_that_overflow_the_lists_are_not_lost(gated):
         out, saved = forward("tile", x, ws, saving=True, room=room)
         assert out.rest_calls == rest
         gradients[rest] = backend.driver().backward(x, *layer(ws), dy, torch.tensor(DL1, device=DEVICE), saved)
-    backward = reference.gated_recomputed_backward if gated else reference.nongated_recomputed_backward
     dl1 = torch.tensor(DL1, device=DEVICE)
-    theirs, exact = backward(x, *ws, dy, dl1), backward(*(t.double() for t in (x, *ws, dy, dl1)))
+    theirs, exact = cases.gradients(x, ws, dy, dl1), cases.exact_gradients(x, ws, dy, dl1)
     for rest, found in gradients.items():
         for i, three in enumerate(zip(found, theirs, exact, strict=True)):
             assert_as_accurate(*three, f"rest {rest}: gradient {i}")
@@ -157,8 +156,7 @@ def test_as_accurate_as_dense(pattern, gated):
         torch.randn(x.shape, device=DEVICE, generator=cases.random(5)).bfloat16(),
         torch.tensor(DL1, device=DEVICE),
     )
-    backward = reference.gated_recomputed_backward if gated else reference.nongated_recomputed_backward
-    theirs, exact = backward(x, *ws, dy, dl1), backward(*(t.double() for t in (x, *ws, dy, dl1)))
+    theirs, exact = cases.gradients(x, ws, dy, dl1), cases.exact_gradients(x, ws, dy, dl1)
     y = cases.dense(x.double(), *(w.double() for w in ws))
     for engine in ("dense", "tile"):
         leaves = [t.detach().requires_grad_() for t in (x, *(w.float() for w in ws))]

@@ -47,10 +47,7 @@ def expect_layer(x, w_gate, w_up, w_down_t=None):
 
 def computed(x, w_gate, w_up, w_down_t):
     """(y, l1, fired, counts, planes)"""
-    if w_gate is None:
-        y, l1, nnz, fired, *planes = reference.nongated_forward(x, w_up, w_down_t.T)
-    else:
-        y, l1, nnz, fired, *planes = reference.gated_forward(x, w_gate, w_up, w_down_t.T)
+    y, l1, nnz, fired, *planes = reference.forward(x, w_gate, w_up, w_down_t.T)
     return y, l1, fired, torch.stack([nnz, nnz * 0, nnz * 0, reference.union(planes[0] != 0)]), planes
 
 
@@ -93,11 +90,9 @@ def tile_backward(x, w_gate, w_up, w_down_t, dy, dl1, saved, float_weights):
     expect_layer(x, w_gate, w_up, w_down_t)
     expect(dy, torch.bfloat16, *x.shape)
     expect(dl1, torch.float32, 1)
-    layer = [w for w in (w_gate, w_up, w_down_t.T) if w is not None]
-    shape = len(layer) - 1, len(x), len(w_up)
+    shape = 1 if w_gate is None else 2, len(x), len(w_up)
     planes = saved[: 2 * shape[0] * shape[1] * shape[2]].view(torch.bfloat16).view(shape).unbind()
-    backward = reference.gated_backward if w_gate is not None else reference.nongated_backward
-    dx, *dws = backward(x, *layer, *planes, dy, dl1[0])
+    dx, *dws = reference.backward(x, w_gate, w_up, w_down_t.T, planes, dy, dl1[0])
     dtype = torch.float32 if float_weights else torch.bfloat16
     return gradients(w_gate, [dx, *(dw.to(dtype).contiguous() for dw in dws)])
 
@@ -127,10 +122,8 @@ def dense_backward(x, w_gate, w_up, w_down, dy, dl1, saved, fused):
     expect(dy, torch.bfloat16, *x.shape)
     expect(dl1, torch.float32, 1)
     assert fused == (len(x) >= borders.MIN_FUSED_TOKENS)
-    layer = [w for w in (w_gate, w_up, w_down) if w is not None]
-    g, *u = saved.view(torch.bfloat16).view(len(layer) - 1, len(x), len(w_up)).unbind()
-    backward = reference.gated_backward if w_gate is not None else reference.nongated_backward
-    return gradients(w_gate, backward(x, *layer, torch.relu(g), *u, dy, dl1[0]))
+    g, *u = saved.view(torch.bfloat16).view(1 if w_gate is None else 2, len(x), len(w_up)).unbind()
+    return gradients(w_gate, reference.backward(x, w_gate, w_up, w_down, [torch.relu(g), *u], dy, dl1[0]))
 
 
 def gradients(w_gate, found):

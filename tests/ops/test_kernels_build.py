@@ -18,7 +18,7 @@ import pytest
 import torch
 from kernel_stand_ins import LIMITS
 
-from sparsellm.ops import build, compiler
+from sparsellm.ops import backend, build, compiler
 from sparsellm.ops.build import NAMED, KernelsUnavailable, NamedKernelsUnusable
 from sparsellm.ops.compiler import KERNELS, LIBRARY
 from sparsellm.ops.resources import resources
@@ -306,8 +306,9 @@ def test_missing_sources_are_named(workshop):
 
 @pytest.fixture
 def fresh(monkeypatch):
-    for name, value in (("_failure", None), ("_loaded", False), ("_said", False)):
-        monkeypatch.setattr(build, name, value)
+    monkeypatch.setattr(build, "_failure", None)
+    monkeypatch.setattr(build, "_loaded", False)
+    monkeypatch.setattr(backend, "_said", set())
 
 
 @pytest.mark.usefixtures("fresh")
@@ -354,7 +355,7 @@ class TestLoading:
         monkeypatch.setattr(torch.ops, "load_library", libraries.append)
         monkeypatch.setattr(torch.ops, "sparsellm_cuda", SimpleNamespace(limit=LIMITS.get), raising=False)
         build.load()
-        assert build.available() == (True, "")
+        assert backend.available() == (True, "")
         assert build.loaded()
         assert libraries == [str(build.build())]
 
@@ -388,7 +389,7 @@ class TestLoading:
         if rank is not None:
             monkeypatch.setenv("RANK", rank)
         for _ in range(2):
-            there, reason = build.available()
+            there, reason = backend.available()
             assert not there
             assert reason.startswith("no CUDA device")
         said = capsys.readouterr().err
@@ -448,7 +449,7 @@ class TestWhichLibrary:
         monkeypatch.setenv(NAMED, str(made(workshop.folder / LIBRARY)))
         for _ in range(2):
             with pytest.raises(NamedKernelsUnusable, match=f"that {NAMED} names do not load.*or unset {NAMED}"):
-                build.available()
+                backend.available()
 
 
 PTXAS = """[1/2] row/row.cu

@@ -12,7 +12,7 @@ import pytest
 import torch
 from triton_launches import Recorder, bytes_read, compiled, of_decoding, of_layers, of_prompts
 
-from sparsellm.ops.triton import limits, tuning
+from sparsellm.ops.triton import device, tuning
 
 pytestmark = pytest.mark.slow
 
@@ -56,7 +56,7 @@ def test_every_kernel_compiles_within_the_limits_of_the_gpu(gpu, limit, tmp_path
         found = compiled(launch, backend, architecture)
         what = f"{launch.kernel} {launch.options} on {architecture}: {found[:3]}"
         warps = launch.options.get("num_warps", 4)
-        assert found.shared <= min(shared, limits.SHARED_BYTES if sizes is tuning.SMALL else shared), what
+        assert found.shared <= min(shared, device.SHARED_BYTES if sizes is tuning.SMALL else shared), what
         assert not found.spills, what
         assert found.registers <= REGISTERS[backend], what
         assert found.registers * warps * WARP[backend] <= FILE_REGISTERS[backend], what

@@ -8,7 +8,7 @@
     nonzeros.py    kernels on single nonzeros between the matmuls
     transpose.py   W_d by neuron, and back
     tuning.py      block sizes by GPU
-    device.py      whether these kernels run here; limits.py: what they need
+    device.py      what these kernels need, and whether they run here
 
 sparsellm.ops.backend imports this folder, and with it triton, once its kernels are requested. The Triton kernels of
 sparsellm.Generator are in sparsellm.inference.kernels.

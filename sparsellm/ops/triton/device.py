@@ -1,12 +1,16 @@
-"""Checks whether the Triton kernels run on this machine, and says what is missing."""
+"""The minimum requirements of the Triton kernels, and the check whether this machine meets them."""
 
 import ctypes
 
 import torch
 
-from sparsellm.ops.compiler import KernelsUnavailable
-from sparsellm.ops.triton.limits import CAPABILITY, DRIVER, SHARED_BYTES, TRITON
+from sparsellm.ops.compiler import KernelsUnavailable, require_gpu
 from sparsellm.ops.triton.tuning import shared_bytes
+
+TRITON = (3, 6)  # the oldest version that was tested; torch 2.11 brings 3.6
+CAPABILITY = (8, 0)  # bfloat16 tensor cores
+SHARED_BYTES = 64 << 10  # per block
+DRIVER = 12_000  # CUDA 12.0; cubins from Triton's ptxas run on drivers for CUDA 12.0 and later
 
 
 def driver_version() -> int:
@@ -18,10 +22,7 @@ def driver_version() -> int:
 
 def check() -> None:
     """Raise KernelsUnavailable, in one sentence, if the Triton kernels do not run on the current device."""
-    if torch.version.cuda is None:
-        raise KernelsUnavailable(f"torch {torch.__version__} is built without CUDA: install a CUDA build of torch")
-    if not torch.cuda.is_available():
-        raise KernelsUnavailable("no CUDA device is visible to torch: check nvidia-smi and CUDA_VISIBLE_DEVICES")
+    require_gpu()
     try:
         import triton
     except ImportError as error:
