@@ -16,11 +16,9 @@ MANY_TOKENS = 1536
 # Fewer tokens are not reordered, because ordering would take longer than it saves (LOG.md, "Ordering tokens by the
 # neurons they fire").
 MIN_ORDERED_TOKENS = 16_384
-# The Triton kernels order a forward pass without backward only from this multiple of MIN_ORDERED_TOKENS (LOG.md, "bit by
-# bit").
-ALONE = 4
-# For fewer tokens, cuBLAS with separate elementwise kernels is mostly faster than fused kernels; for more, mostly slower
-# (LOG.md, "From how many tokens on the fused dense kernels pay").
+ALONE = 4  # Triton kernels order a forward pass without backward from ALONE times as many (LOG.md, "bit by bit")
+# For fewer tokens, cuBLAS with separate elementwise kernels is mostly faster than fused kernels; for more, it is mostly
+# slower (LOG.md, "From how many tokens on the fused dense kernels pay").
 MIN_FUSED_TOKENS = 1344
 ALL_FIT = 1 << 22  # if M N is at most this, the lists hold all activations, whatever the plan's room
 

@@ -122,7 +122,7 @@ def compile_into(folder: Path, nvcc: Path) -> tuple[bool, str]:
     torch_folder = Path(torch.__file__).parent
     includes = ["-isystem", str(torch_folder / "include")]
     # The linker's search path, in order. The stub in `folder` comes before torch's own libtorch_cuda.so. The second
-    # folder is for pip's nvcc, which does not search its own lib.
+    # folder is for pip's nvcc, which does not search its own lib folder.
     folders = [folder, nvcc.parents[1] / "lib", torch_folder / "lib"]
     rules = {
         "cuda": [*COMPILE, *REPORT, *POSITION_INDEPENDENT, "-c"],
@@ -135,7 +135,7 @@ def compile_into(folder: Path, nvcc: Path) -> tuple[bool, str]:
         command = shlex.join([str(nvcc), *flags]).replace("$", "$$") + " $in -o $out"
         if name == "link":
             command += " " + " ".join(LIBRARIES)  # the linker needs libraries after the objects that use them
-        # The log has each command's description before its messages, from which sparsellm.ops.resources reads the file.
+        # Ninja logs each command's description before the command's messages.
         description = "link" if name == "link" else "$in"
         lines += [f"rule {name}", f"  command = {command}", f"  description = {description}"]
     objects = []
@@ -151,7 +151,7 @@ def compile_into(folder: Path, nvcc: Path) -> tuple[bool, str]:
     lines.append(f"build {_escaped(folder / LIBRARY)}: link {inputs}")
     script = folder / "build.ninja"
     script.write_text("\n".join(lines) + "\n")
-    # NINJA_STATUS would change the format of the descriptions that sparsellm.ops.resources reads.
+    # NINJA_STATUS would change the prefix of the descriptions, from which sparsellm.ops.resources reads the file.
     environment = {name: value for name, value in os.environ.items() if name != "NINJA_STATUS"}
     finished = subprocess.run(
         [_ninja_program(), "-f", script], cwd=KERNELS, env=environment, text=True, errors="replace",

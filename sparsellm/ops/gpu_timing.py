@@ -1,9 +1,9 @@
 """GPU time of several candidates, measured in alternation in one process with CUDA events.
 
 Alternation spreads drifts of clock and temperature over all candidates. Every round starts with a short spin of the
-GPU, during which the host enqueues the whole round; rounds of many short calls have a longer spin. So the GPU's work is
-measured rather than the host's launches, as in a model whose host runs ahead. A candidate can use different copies of
-its inputs in each round, so as not to find them in L2.
+GPU, during which the host enqueues the whole round; rounds of many short calls have a longer spin. So the times are
+those of the GPU's work rather than the host's launches, as in a model whose host runs ahead of the GPU. A candidate can
+use different copies of its inputs in each round, so that the inputs are not in L2.
 """
 
 import statistics
@@ -15,19 +15,19 @@ from itertools import pairwise
 import torch
 
 CYCLES = 2e9  # GPU cycles per second, roughly
-SPIN_SECONDS = 3e-3, 20e-3  # bounds: a candidate that waits for the GPU occupies the host, however long the spin
-SPIN_MARGIN = 1.25  # spin relative to the host's time for enqueuing the calls of a round, one by one
+SPIN_SECONDS = 3e-3, 20e-3  # bounds: no spin is long enough for a candidate that makes the host wait for the GPU
+SPIN_MARGIN = 1.25  # spin relative to the time in which the host enqueues the calls of a round, one by one
 
 
 def alternating_ms(
     candidates: dict[str, Callable[[int], object]], budget_ms: float = 150, least: int = 5, most: int = 40
 ) -> dict[str, float | Exception]:
-    """The median time in ms of each candidate, or what it raised. candidate(i) is one run, in round i.
+    """The median time in ms of each candidate, or the exception that it raised. candidate(i) is one run, in round i.
 
     Each candidate is measured for about budget_ms, in `least` to `most` rounds; a candidate that takes longer than the
     whole budget is timed twice. If the host needed longer to enqueue a round's calls than the GPU spun (because other
-    processes use its cores), the round may have measured the host, so it is repeated. The number of repeated rounds is
-    bounded by the number of rounds, because a candidate that waits for the GPU always needs longer.
+    processes use the host's cores), the round may have measured the host, so the round is repeated. At most as many
+    rounds are repeated as are planned, because the host always needs longer for a candidate that waits for the GPU.
     """
     results: dict[str, float | Exception] = {}
     estimates, host = {}, {}
@@ -35,7 +35,7 @@ def alternating_ms(
         try:
             candidate(0)  # not timed: it may compile, or choose algorithms
             (estimates[name],), host[name] = _events([partial(candidate, 1)])
-        except Exception as error:  # returned to the caller; the others go on
+        except Exception as error:  # returned to the caller; the other candidates are still timed
             results[name] = error
     rounds = {
         name: 2 if ms > budget_ms else max(least, min(most, int(budget_ms / max(ms, 1e-3))))
@@ -43,7 +43,7 @@ def alternating_ms(
     }
     times: dict[str, list[float]] = {name: [] for name in estimates}
     least_spin, most_spin = SPIN_SECONDS
-    i, left = 0, max(rounds.values(), default=0)  # this round; how many rounds may be repeated
+    i, left = 0, max(rounds.values(), default=0)  # the number of this round; how many rounds may still be repeated
     while now := [name for name in rounds if i < rounds[name]]:
         spin = min(max(SPIN_MARGIN * sum(host[name] for name in now), least_spin), most_spin)
         torch.cuda._sleep(int(spin * CYCLES))
@@ -58,8 +58,7 @@ def alternating_ms(
 
 
 def _events(runs: list[Callable[[], object]]) -> tuple[list[float], float]:
-    """(the milliseconds of each run, enqueued one after another without waiting, the seconds that the host took to
-    enqueue them)."""
+    """(the milliseconds of each run, the seconds in which the host enqueued all runs, one after another)"""
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(runs) + 1)]
     started = time.perf_counter()
     marks[0].record()

@@ -1,27 +1,27 @@
-"""An order of the tokens in which neighbours fire the same neurons, because the cost of a tile grows with its union.
+"""Orders the tokens so that neighbours fire the same neurons, because the cost of a tile grows with its union.
 
 The algorithm is that of kernels/sm90/order/order.cu, on bits instead of lists. The tokens are cut into *chunks* of
-`size` tokens (the last may have fewer), which are ordered separately; nothing is kept from one call to the next.
-Neurons 2 i and 2 i + 1 count as one, a *pair*, which halves the work and makes unions 1% larger. For each chunk:
+`size` tokens (the last chunk may have fewer), which are ordered separately; no state is kept between calls. Neurons 2 i
+and 2 i + 1 count as one *pair*, which halves the work and makes unions 1% larger. For each chunk:
 
-    profile   CLUSTERS evenly spaced tokens, the leaders, are the clusters' first profiles: sets of pairs
+    profile   CLUSTERS evenly spaced tokens, the leaders, give the first profiles of the clusters: sets of pairs
     assign    `samples` evenly spaced tokens each go to the cluster with the largest score: CLUSTERS times the pairs
-              that token and profile share, minus the profile's price: how many it shares with all leaders together
-    sort      these tokens by cluster
+              that token and profile share, minus the profile's price: the pairs it shares with each leader, summed
+    sort      sorts these tokens by cluster
     profile   a cluster's new profile: the pairs that at least 1 / SHARE of its first MEMBERS tokens fire
     alike     the similarity of each two clusters: the pairs that their profiles share, over the profiles' sizes
-    assign    all tokens, by the new profiles; meanwhile `chain` makes a chain of the clusters, starting with the one
-              least similar to the others, each followed by the one most similar to it
-    sort      all tokens by their clusters' places in the chain, tokens of a cluster in their original order
+    assign    all tokens, by the new profiles; meanwhile `chain` makes a chain of the clusters, which starts with the
+              cluster least similar to the others and continues each time with the cluster most similar to the last
+    sort      sorts all tokens by their clusters' positions in the chain, tokens of a cluster in their original order
 
-Everything is sums of integers, and ties go to the lowest index, so the order is the same in every run. Each token has
-one cluster and one rank in it, so the order is always a permutation.
+All quantities are sums of integers, and ties go to the lowest index, so the order is the same in every run. Each token
+has one cluster and one rank within its cluster, so the order is always a permutation.
 
 Arrays by chunk: masks int32 [chunks, CLUSTERS, WORDS] has bit 2 i of word w of a profile's pairs, where WORDS is the
 number of words of a token's bits, rounded up. `table` int8 [chunks, CLUSTERS, 16, WORDS] has the same bits as zeros and
 ones, i before w, so that words of a token, shifted by 2 i, are the left operand of a matmul. prices and sizes: int32
-[chunks, CLUSTERS]. clusters int32 [chunks, size]: the clusters of the tokens that are processed, in their order. counts
-int32 [chunks, blocks, CLUSTERS]: how many of each block of TOKENS such tokens went to each cluster.
+[chunks, CLUSTERS]. clusters int32 [chunks, size]: the cluster of each processed token (all, or the samples). counts
+int32 [chunks, blocks, CLUSTERS]: how many of each block of TOKENS processed tokens went to each cluster.
 """
 
 import triton
@@ -35,8 +35,8 @@ from sparsellm.ops.twell import tiles
 CHUNK = 8192  # tokens that are ordered together, at most
 SAMPLES = 4096  # tokens of a chunk from which profiles are made
 CLUSTERS, MEMBERS, SHARE = 128, 64, 16
-# `assign`: TOKENS per program, and BLOCK words of each in one step of their matmul with the profiles. With two chunks
-# of 8,192 tokens, each of these has 128 programs.
+# `assign`: TOKENS per program, and BLOCK words of each token in one step of the matmul with the profiles. With two
+# chunks of 8,192 tokens, either launch has 128 programs.
 OF_SAMPLES = {"TOKENS": 64, "BLOCK": 32, "num_warps": 4, "num_stages": 4}
 OF_ALL = {"TOKENS": 128, "BLOCK": 64, "num_warps": 8, "num_stages": 3}
 AT_A_TIME = 2048  # words of masks or tokens that a program processes at once
@@ -54,8 +54,8 @@ def pairs(words):
 
 @triton.jit
 def looked_at(block, m, size, samples, TOKENS: tl.constexpr):
-    """The block-th TOKENS of the evenly spaced tokens of chunk program_id(1): (their numbers among these; the tokens;
-    whether each exists)."""
+    """Block number `block` of TOKENS evenly spaced tokens of chunk program_id(1): (the indices of these tokens among
+    the evenly spaced ones; the tokens; whether each exists)."""
     first = tl.program_id(1) * size
     tokens = tl.minimum(size, m - first)
     count = tl.minimum(samples, tokens)
@@ -66,7 +66,7 @@ def looked_at(block, m, size, samples, TOKENS: tl.constexpr):
 
 @triton.jit
 def counted(counts, blocks, BLOCKS: tl.constexpr, CLUSTERS: tl.constexpr):
-    """counts of chunk program_id(1), which has `blocks` blocks: int32 [BLOCKS, CLUSTERS]."""
+    """The counts of chunk program_id(1), which has `blocks` blocks: int32 [BLOCKS, CLUSTERS]."""
     block = tl.arange(0, BLOCKS)
     at = (tl.program_id(1) * blocks + block)[:, None] * CLUSTERS + tl.arange(0, CLUSTERS)[None, :]
     return tl.load(counts + at, mask=(block < blocks)[:, None], other=0)
@@ -78,8 +78,9 @@ def profile(
     OF_ROW: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
     CLUSTERS: tl.constexpr, MEMBERS: tl.constexpr, SHARE: tl.constexpr, LEADERS: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, j) makes the profile of cluster i of chunk j: from its leader (LEADERS), or from the first of its
-    tokens in `members` [chunks, size], sorted by cluster. WIDE: a power of 2, at least WORDS. ROWS rows at a time."""
+    """Program (i, j) makes the profile of cluster i of chunk j: from the cluster's leader (LEADERS), or from the first
+    of its tokens in `members` [chunks, size], which is sorted by cluster. WIDE: a power of 2, at least WORDS. ROWS rows
+    are read at a time."""
     cluster, chunk = tl.program_id(0), tl.program_id(1)
     first = chunk * size
     tokens = tl.minimum(size, m - first)
@@ -149,9 +150,8 @@ def assign(
     OF_ROW: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, CLUSTERS: tl.constexpr, TOKENS: tl.constexpr,
     CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, j) finds the clusters of the i-th TOKENS of the processed tokens of chunk j, and their counts; BLOCK
-    words at a time, a divisor of WORDS. CHAINED: programs (0, j) make the chain meanwhile, one step after another, so i
-    is one less than the program's number."""
+    """Program (i, j) finds the clusters of the i-th TOKENS processed tokens of chunk j, and counts them; BLOCK, a
+    divisor of WORDS, words at a time. CHAINED: programs (0, j) make the chain meanwhile, so i is program_id(0) - 1."""
     block = tl.program_id(0)
     if CHAINED:
         block -= 1
@@ -185,7 +185,7 @@ def sort(
 ):  # fmt: skip
     """order, int32 [chunks, size], gets the processed tokens, cluster by cluster: clusters in the order of the chain
     (CHAINED), or ascending. positions, int32 [M]: the index of each token in `order`. Program (i, j): the i-th TOKENS
-    of the processed tokens of chunk j."""
+    processed tokens of chunk j."""
     block, cluster = tl.program_id(0), tl.arange(0, CLUSTERS)
     first = tl.program_id(1) * size
     index, token, inside = looked_at(block, m, size, samples, TOKENS)
@@ -207,9 +207,9 @@ def sort(
 def alike(
     masks, sizes, similarity, WORDS: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, CLUSTERS: tl.constexpr
 ):
-    """similarity, int32 [chunks, CLUSTERS, CLUSTERS]: program (i, j) compares cluster i of chunk j with all others. The
-    value is multiplied by CLUSTERS, and CLUSTERS - 1 - other is added: so a value contains its cluster, and among
-    equally similar clusters the lowest has the largest value."""
+    """similarity, int32 [chunks, CLUSTERS, CLUSTERS]: program (i, j) compares cluster i of chunk j with all others. An
+    entry is the similarity times CLUSTERS plus CLUSTERS - 1 - other, so that the entry contains the other cluster, and
+    the lowest of equally similar clusters has the largest entry."""
     mine, first = tl.program_id(1) * CLUSTERS + tl.program_id(0), tl.program_id(1) * CLUSTERS
     word = tl.arange(0, WIDE)
     inside = word < WORDS

@@ -2,17 +2,17 @@
 
 Letters: M tokens, K model width, N neurons, T tiles. `forward` and `backward` have the contracts of those in
 sparsellm.ops.cuda; the callers (sparsellm.ops.feedforward) have checked the inputs. Nothing here waits for the device.
-Of all sizes, only K and N, those of a layer, are compiled into a kernel.
+K and N are compiled into the kernels, M is not, so a new number of tokens compiles nothing.
 
-The stages of the sparse engines; tile and row differ only in the tokens per tile, 128 or 16:
+The stages of the sparse engines, which differ only in the tokens per tile (tile: 128, row: 16):
 
     forward     z = x W_g^T by torch; mark: a bit for each nonzero; for many tokens, an order (clusters.py); plan: each
                 tile's union; sampled: u; keep: h, and the values saved for backward; gathered: y
-    backward    sampled: dh; gradient: dz, du and h; gathered: dx; turn and plan: the same bits by neuron, tiles of
+    backward    sampled: dh; gradient: dz, du and h; gathered: dx; turn and plan: the transposed bits, and tiles of
                 neurons that fire about equally often; regroup: dz, du and h by these tiles; gathered: dW
 
-z and the tile matrices can hold any pattern, so the forward pass never overflows. What is saved for backward holds
-`room` nonzeros a token; for a call with more, backward recomputes z and u where neurons fire.
+z and the tile matrices can hold any pattern, so the forward pass never overflows. The saved buffer holds `room`
+nonzeros per token; after a call with more, backward recomputes z and u where neurons fire.
 """
 
 import math
@@ -48,12 +48,13 @@ RANK = {"ROWS": 8, "COLUMNS": 2048}
 
 
 def orders(m: int, saving: bool) -> bool:
-    """Whether the tile engine orders m tokens, in a forward pass that saves for backward or in one that does not."""
+    """Whether the tile engine orders m tokens, in a forward pass that saves for backward (`saving`) or one that does
+    not."""
     return borders.orders(m if saving else m // ALONE)
 
 
 class Unions(NamedTuple):
-    """The unions of tiles of rows that `plan` finds, in the form that the matmuls need."""
+    """The unions of tiles of rows, as the kernel `plan` writes them and the matmuls read them."""
 
     tile: int  # rows per tile
     block: int  # slots per item
@@ -85,7 +86,7 @@ class Kept(NamedTuple):
 
 
 def _where_x_is(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run` with the device of its first argument as current device, on which Triton launches kernels."""
+    """`run` with the device of its first argument as the current device, because Triton launches kernels there."""
 
     @wraps(run)
     def there(x: Tensor, *arguments: Any) -> Any:
@@ -129,8 +130,8 @@ def forward(
     unions = _unions_of_tokens(kept, FEW if few else TOKENS, shape)
     if unions.order is not None:
         clusters.order_tokens(kept.bits, kept.order, kept.positions)
-    _plan(kept.bits, unions, m, n, None if few else fired)  # the counted union is that of the ordered tiles
-    if few:  # the counted union is always that of 128 tokens
+    _plan(kept.bits, unions, m, n, None if few else fired)  # counts the union of the ordered tiles
+    if few:  # tiles of the row engine have 16 tokens, but the counted union is always that of 128-token tiles
         _plan(kept.bits, unions._replace(tile=TOKENS), m, n, fired, listing=False)
     hidden, *u = (x.new_empty((len(kept.sizes) * unions.tile, unions.pitch)) for _ in range(1 if w_gate is None else 2))
     if u:
@@ -208,7 +209,7 @@ def _launch(shape: Shape) -> dict[str, int]:
 
 
 def _by_token(unions: Unions, n: int) -> dict[str, Any]:
-    """Parameters of `keep` and `gradient`: four words of bits per thread."""
+    """The parameters that `keep` and `gradient` share. num_warps gives each thread four words of bits."""
     rows, words = min(ROWS, unions.tile), triton.next_power_of_2(tiles(n, 32))
     return {
         "N": n, "PITCH": unions.pitch, "TILE": unions.tile, "ROWS": rows, "WORDS": words, "BLOCK": PITCH_MULTIPLE,
@@ -225,8 +226,8 @@ def _plan(
     bits: Tensor, unions: Unions, rows: int, columns: int, fired: Tensor | None, listing: bool = True,
     names: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Fill the arrays of `unions`. fired: marks the columns that fire; if given, totals are counted too. names: the
-    names of the columns, if not their numbers."""
+    """Fill the arrays of `unions`. fired: gets 1 for each column that fires; if not None, totals are counted too.
+    names: what the slots contain instead of the columns' numbers."""
     plan.plan[tiles(rows, unions.tile),](
         bits, _order(unions), unions.slots if names is None else names, unions.slots, unions.places, unions.sizes,
         unions.items, unions.totals, unions.slots if fired is None else fired, rows, columns, unions.pitch,
@@ -242,7 +243,7 @@ def _descending(keys: Tensor, order: Tensor) -> None:
 
 
 def _by_neurons(kept: Kept, m: int, n: int, tile: int) -> tuple[Unions, Tensor]:
-    """(tiles of `tile` similar neurons, with tokens as slots; the bits by neuron and position)."""
+    """(the unions of tiles of `tile` similar neurons, whose slots are tokens; the bits by neuron and position)"""
 
     def integers(*shape: int) -> Tensor:
         return kept.bits.new_empty(shape)
@@ -266,13 +267,13 @@ def _by_neurons(kept: Kept, m: int, n: int, tile: int) -> tuple[Unions, Tensor]:
 
 
 def _order(unions: Unions) -> Tensor:
-    return unions.slots if unions.order is None else unions.order  # any array: it is not read without an order
+    return unions.slots if unions.order is None else unions.order  # kernels that are not ORDERED read neither
 
 
 def _sampled(
     unions: Unions, shape: Shape, programs: int, x: Tensor, w: Tensor, out: Tensor, m: int, unless: int = -1
 ) -> None:
-    """unless: a call with at most this many nonzeros is skipped."""
+    """Launch `sampled`. unless: a call with at most this many nonzeros is skipped."""
     products.sampled[programs,](
         x, w, _order(unions), unions.slots, unions.sizes, unions.items, unions.totals, out, m, unless, K=x.shape[1],
         PITCH=unions.pitch, TILE=unions.tile, BLOCK=shape.columns, ORDERED=unions.order is not None, **_launch(shape),
@@ -306,7 +307,8 @@ def _rounded(length: int, multiple: int) -> int:
 
 
 def _capacity(m: int, n: int, room: int) -> int:
-    """The nonzeros that a saved buffer holds: a multiple of ARRAY_ALIGNMENT, so that the buffer's length gives it."""
+    """The nonzeros that a saved buffer holds: a multiple of ARRAY_ALIGNMENT, so that backward can compute the capacity
+    from the buffer's length."""
     return _rounded(borders.capacity(m, n, room), ARRAY_ALIGNMENT)
 
 
@@ -331,7 +333,7 @@ def _length(*shape: Any) -> int:
 
 
 def _kept(x: Tensor, n: int, gated: bool, capacity: int, tile: int, saving: bool) -> tuple[Kept, Tensor]:
-    """(the arrays of a new buffer; the buffer, or an empty one unless `saving`)."""
+    """(the arrays of a new buffer; the buffer itself, or an empty one unless `saving`)"""
     ordered = tile == TOKENS and orders(len(x), saving)
     length = _length(len(x), n, gated, capacity, tile, ordered, x.dtype) + int(Engine.tile)
     saved = x.new_empty(length, dtype=torch.uint8)

@@ -1,14 +1,14 @@
-"""Kernels on single nonzeros between the matmuls: h, the g and u that are saved for backward, dz and du, and the same
-nonzeros again by neuron. sparsellm.ops.triton.plan defines tiles and slots, sparsellm.ops.triton.products tile
-matrices.
+"""Kernels on single nonzeros between the matmuls: h, the values of g and u that are saved for backward, dz and du, and
+the rearrangement of these nonzeros by neuron. sparsellm.ops.triton.plan defines tiles and slots,
+sparsellm.ops.triton.products tile matrices.
 
 Some 3% of a tile matrix is nonzero, so no kernel reads all entries. A program clears its part of a tile matrix, then
-fills in the nonzeros: each round takes the lowest remaining bit of each word of its bits. There are as many rounds as
-the fullest word has bits:
+fills in the nonzeros: each round takes the lowest remaining bit of each word of the program's bits. So the number of
+rounds is the number of bits set in the fullest word:
 
-    word            0    1    2      3      round 0: neurons 1, 69, 98, whose places in the list are 0, 1 and 3
-    bits that are   1    .    5, 7   2      round 1: neuron 71, whose place is 2, because words 0 and 1 and one bit
-    set                                              of word 2 are before it
+    word            0    1    2      3      round 0: neurons 1, 69, 98, whose list indices are 0, 1 and 3
+    bits that are   1    .    5, 7   2      round 1: neuron 71, whose list index is 2: before it come the bit of word 0
+    set                                              and one bit of word 2
 
 Saved values are contiguous for each row, from starts[row] on, in the order of the columns, so a value needs no index.
 """
@@ -32,8 +32,8 @@ def most(counts):
 
 @triton.jit
 def words_of(bits, rows, there, of_row, WORDS: tl.constexpr):
-    """uint32 [R, WORDS]: rows [R] of bits [., of_row], zeros for a row that is not `there`. of_row is not a constant,
-    so that neighbouring threads get neighbouring words, here and in all that follows."""
+    """uint32 [R, WORDS]: rows [R] of bits [., of_row], zeros for a row that is not `there`. of_row is not a constexpr,
+    because Triton then gives neighbouring threads neighbouring words, here and in the code that uses the words."""
     word = tl.arange(0, WORDS)
     at = bits + rows.to(tl.int64)[:, None] * of_row + word[None, :]
     return tl.load(at, mask=there[:, None] & (word < of_row)[None, :], other=0).to(tl.uint32, bitcast=True)
@@ -41,7 +41,7 @@ def words_of(bits, rows, there, of_row, WORDS: tl.constexpr):
 
 @triton.jit
 def offsets(counts):
-    """(the sum of all counts before each of counts [R, C], row by row; the sum of all)."""
+    """(for each entry of counts [R, C], the sum of all entries before it, row by row; the sum of all entries)"""
     of_rows = tl.sum(counts, 1)
     return (tl.cumsum(of_rows, 0) - of_rows)[:, None] + tl.cumsum(counts, 1) - counts, tl.sum(of_rows, 0)
 
@@ -59,7 +59,7 @@ def positions(
     bits, order, m, of_row, PITCH: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, ORDERED: tl.constexpr
 ):  # fmt: skip
     """For the ROWS positions of this program: (their tokens [ROWS]; the words of their bits [ROWS, WORDS], 0 after the
-    last token; int64 [ROWS, 1], where their rows of a tile matrix begin)."""
+    last token; the offsets of their rows of a tile matrix, int64 [ROWS, 1])."""
     position = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there, token = position < m, position
     if ORDERED:
@@ -73,11 +73,12 @@ def keep(
     N: tl.constexpr, PITCH: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
     BLOCK: tl.constexpr, ORDERED: tl.constexpr, GATED: tl.constexpr, SAVING: tl.constexpr,
 ):  # fmt: skip
-    """The tile matrix hidden: h = g * u (not GATED: g), where g = relu(z), z [M, N], and u is a tile matrix; sums,
-    float32, one per program: the sum of |h|. Program i: ROWS positions, a divisor of TILE; WORDS: at least a row's.
+    """The tile matrix hidden: h = g * u (not GATED: g), where g = relu(z), z [M, N], and u is a tile matrix. Each
+    program writes its sum of |h| to `sums`, float32. Program i: ROWS positions, a divisor of TILE. WORDS: at least the
+    words of a row.
 
-    SAVING: gates and ups, [capacity], get g and u of every nonzero, unless there are more than capacity: then nothing
-    is saved, totals[REST] is 1, and backward recomputes them.
+    SAVING: gates and ups, [capacity], get g and u of every nonzero. If there are more nonzeros than capacity, nothing
+    is saved, totals[REST] is 1, and backward recomputes g and u.
     """
     token, words, row = positions(bits, order, m, of_row, PITCH, ROWS, WORDS, ORDERED)
     tile, counts = tl.program_id(0) * ROWS // TILE, ones(words)
@@ -165,9 +166,9 @@ def regroup(
     """Rearrange tile matrices by tokens into tile matrices by neurons: `stacked` from dz and, below it, du; `turned`
     from hidden.
 
-    bits [N, ceil(M / 32)], by position, slots, columns (their places), sizes, items and pitch describe tiles of TILE
-    neurons; places [., PITCH] describes tiles of TOKENS tokens; positions has those of the tokens that slots name
-    (ORDERED). Programs take parts in turn: ROWS rows of an item, WORDS words of each at a time.
+    bits [N, ceil(M / 32)], whose columns are positions, slots, columns (as `places` of `plan`), sizes, items and pitch
+    describe tiles of TILE neurons; places [., PITCH] describes tiles of TOKENS tokens; positions has the position of
+    each token that a slot names (ORDERED). Programs take parts in turn: ROWS rows of an item, WORDS words at a time.
     """
     PARTS: tl.constexpr = TILE // ROWS
     STACKED: tl.constexpr = 2 if GATED else 1

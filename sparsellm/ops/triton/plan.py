@@ -1,37 +1,32 @@
-"""Kernels that find which neurons fire: bits of z's nonzeros, tiles' unions as slots, the fullest tiles first.
+"""Kernels that find which neurons fire: a bit for each nonzero of z, and the union of each tile as slots.
 
-A *bit matrix* int32 [rows, words] has bit c % 32 of word c // 32 of a row set if column c fires. With a row per token,
-it takes N / 8 bytes a token whatever fires, so nothing here can overflow. A *tile* is TILE rows in a given order; the
-columns that fire for some row of a tile are its *union*, numbered as *slots* in ascending order:
+A *bit matrix* int32 [rows, words] has bit c % 32 of word c // 32 of a row set if column c fires. A bit matrix with a
+row per token takes N / 8 bytes per token however many neurons fire, so nothing here can overflow. A *tile* is TILE rows
+that are consecutive in some order of the rows. The columns that fire for at least one row of a tile are the *union* of
+the tile, and are numbered as *slots* in ascending order. `slots` maps slots to columns, `places` maps columns to slots:
 
               c0  c1  c2  c3  c4  c5  c6  c7      union {1, 2, 5, 6}: slots 0 to 3
     row 0      .   p   .   .   .   q   .   .      slots of the tile   [1, 2, 5, 6]          slot -> column
     row 1      .   .   v   .   .   .   w   .      places of the tile  [., 0, 1, ., ., 2, 3, .]   column -> slot
 
-The forward pass plans tiles of tokens, whose columns are neurons; the gradients of the weights need tiles of neurons,
-whose columns are tokens. Both are `plan`, on the bit matrix and on its transpose.
+The forward pass needs tiles of tokens, whose columns are neurons; the gradients of the weights need tiles of neurons,
+whose columns are tokens. The kernel `plan` finds both kinds: from the bit matrix, and from its transpose.
 
 If tokens are ordered (sparsellm.ops.triton.clusters), the data of tiles are indexed by position: slots, places, items,
 the rows of tile matrices and the bits by neuron. Inputs, outputs and the bits by token are indexed by token. `order`
-has the token at each position, `positions` is its inverse. An example with tiles of 2 rows, where tokens 0 and 2 are
-similar, and 1 and 3:
+has the token at each position; `positions` is the inverse of `order`. An example with tiles of 2 rows, where token 0
+is similar to token 2, and token 1 to token 3:
 
     position   0  1 | 2  3       `sampled` reads x of token 2 for row 0 of tile 0, and `gathered` writes the row's y to
-    order      2  0 | 3  1       y[2]. In a tile of neurons, the slot of position 0 is named 2, so that `gathered` reads
-    positions  1  3   0  2       x[2], and `regroup` finds what the token has in row 0
+    order      2  0 | 3  1       y[2]. In a tile of neurons, the slot of position 0 has the name 2, so that `gathered`
+    positions  1  3   0  2       reads x[2]; `regroup` finds the values of token 2 in row 0
 """
 
 import triton
 import triton.language as tl
 
 # Indices of the int64 `totals` of a call. The first four are the operator's counts.
-NONZEROS, REST, UNION, LISTED, ITEMS = (
-    tl.constexpr(0),
-    tl.constexpr(2),
-    tl.constexpr(3),
-    tl.constexpr(4),
-    tl.constexpr(5),
-)
+NONZEROS, REST, UNION, LISTED, ITEMS = (tl.constexpr(index) for index in (0, 2, 3, 4, 5))
 TOTALS = 8
 
 
@@ -97,8 +92,8 @@ def turn(
 
 @triton.jit(do_not_specialize=["columns"])
 def classify(counts, keys, columns, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
-    """keys, int32 [columns], from counts [PARTS, columns]: equal for columns that fire about equally often (within a
-    factor of two) and mostly in the same part of the rows; larger for columns that fire more often."""
+    """keys, int32 [columns], from counts [PARTS, columns]. Columns that fire about equally often (within a factor of
+    two) and mostly in the same part of the rows have equal keys; columns that fire more often have larger keys."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     at = tl.arange(0, PARTS)[:, None] * columns + column[None, :]
     of_parts = tl.load(counts + at, mask=(column < columns)[None, :], other=0)
@@ -119,9 +114,9 @@ def plan(
     """Program i finds the union of tile i: TILE rows of bits [rows, ceil(columns / 32)], those that `order` names
     (ORDERED) or consecutive ones; ROWS rows at a time, WORDS words of each.
 
-    LISTING: writes slots (NAMED: the names of their columns) and places, int32 [tiles, pitch], and sizes, int32
-    [tiles], the number of slots. `items` gets, for each BLOCK slots of the tile, the number tile * (pitch / BLOCK) +
-    block, in any order; totals[ITEMS] counts them.
+    LISTING: writes slots (NAMED: names[column] instead of the column) and places, int32 [tiles, pitch], and sizes,
+    int32 [tiles], the number of slots. For each BLOCK slots of a tile, `items` gets the number tile * (pitch / BLOCK) +
+    block; the items are in any order, and totals[ITEMS] counts them.
     COUNTING: adds the nonzeros and the union to totals, and marks the columns that fire in `fired`, uint8 [columns].
     """
     tile, of_row = tl.program_id(0), tl.cdiv(columns, 32)
@@ -174,7 +169,7 @@ def plan(
 def descending(keys, order, count, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """order [count]: the indices of keys, int32 [count], largest key first, equal keys by index.
 
-    Program i finds the places of ROWS keys by comparing them with all keys: faster than sorting for a few thousand.
+    Program i finds the ranks of ROWS keys by comparing each with all keys, which is faster than sorting a few thousand.
     """
     mine = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     key = tl.load(keys + mine, mask=mine < count, other=0)

@@ -1,9 +1,9 @@
 """The tile engine's matmuls, with pointer loads and tl.dot: the best introduction to kernels/sm90/tile.
 
 Letters: M tokens, K model width, N neurons. A tile is TILE tokens (or neurons); sparsellm.ops.triton.plan defines its
-union, slots, places and items. A *tile matrix* has a row of `pitch` values for each row of each tile. The first values,
-in whole blocks, are used: column s belongs to the tile's slot s, and is zero if the row does not fire the slot's
-column. So a matmul with gathered rows is a dense matmul within the tile:
+union, slots, places and items. A *tile matrix* has a row of `pitch` values for each row of each tile. Value s of a row
+belongs to slot s of the tile, and is zero if the row does not fire the slot's column; values after the last block of
+slots are unused. So a matmul with gathered rows is a dense matmul within the tile:
 
     sampled     a tile's tokens times the weight rows of its union, used where a neuron fires: u = x W_u^T, dh = dy W_d
     gathered    a tile matrix times the rows that its slots name: y, dx, dW
@@ -42,8 +42,8 @@ def sampled(
     K: tl.constexpr, PITCH: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr,
     ORDERED: tl.constexpr,
 ):  # fmt: skip
-    """out, a tile matrix: x w^T of each tile's tokens and the neurons of its slots, also where they do not fire;
-    x [M, K], w [N, K].
+    """out, a tile matrix: x w^T of each tile's tokens and the neurons of the tile's slots, also where a neuron does not
+    fire; x [M, K], w [N, K].
 
     A call with at most `capacity` nonzeros is skipped; -1 computes every call. Programs take items in turn.
     """
@@ -54,7 +54,7 @@ def sampled(
         item = tl.load(items + i)
         tile, block = item // (PITCH // BLOCK), item % (PITCH // BLOCK)
         position = tile * TILE + tl.arange(0, TILE)
-        token = tl.where(position < m, position, 0)  # after the last token, any other
+        token = tl.where(position < m, position, 0)  # rows after the last token compute token 0; nothing reads them
         if ORDERED:
             token = tl.load(order + token)
         slot = block * BLOCK + tl.arange(0, BLOCK)
@@ -68,8 +68,8 @@ def sampled(
 def gathered_product(
     a, b, of_tile, size, column, sums, K: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr
 ):  # fmt: skip
-    """sums + a b[slots], over the first `size` slots of a tile: a [rows, DEPTH] points to the columns of the tile's
-    first slots, of_tile [DEPTH] to their rows of b."""
+    """sums + a b[slots], over the first `size` slots of a tile. a [rows, DEPTH] points to the values of the tile's
+    first slots; of_tile [DEPTH] points to the numbers of the rows of b that these slots name."""
     step = tl.arange(0, DEPTH)
     for start in range(0, size, DEPTH):
         there = step < size - start
@@ -93,8 +93,8 @@ def gathered(
 
     a: a tile matrix of tiles of TILE rows. PAIRS 2: plus the same sum for more_a and more_b. STACKED 2: each tile of
     `a` has the rows of two matrices, one below the other, whose results are `out` and `more_out`. ORDERED: `order` has
-    the row of `out` for each position. longest: the tiles in the order in which programs take them. pitch is a multiple
-    of 64, and `a` is zero from the tile's last slot to the next multiple of DEPTH.
+    the row of `out` for each position. longest: the tiles with the longest sums first, so that no long sum runs last.
+    pitch is a multiple of 64, and `a` is zero from the tile's last slot to the next multiple of DEPTH.
     Program i: COLUMNS columns of one tile's rows.
     """
     BLOCKS: tl.constexpr = (K + COLUMNS - 1) // COLUMNS

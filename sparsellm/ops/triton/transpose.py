@@ -1,5 +1,5 @@
-"""Transposes matrices: the sparse engines read W_d, and write its gradient, by neuron. (torch's copy of a transposed
-bfloat16 matrix takes about six times as long as moving its bytes.)"""
+"""Transposes matrices, because the sparse engines read W_d, and write its gradient, with a row per neuron. (torch needs
+about six times as long to copy a transposed bfloat16 matrix as it takes to move the bytes.)"""
 
 import triton
 import triton.language as tl

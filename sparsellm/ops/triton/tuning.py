@@ -1,6 +1,6 @@
 """Block sizes of the Triton kernels for each GPU.
 
-They affect results only through rounding, so a calibration may replace any of them (sparsellm.policy.block_sizes).
+Block sizes affect results only through rounding, so a calibration may replace any of them (sparsellm.policy.block_sizes).
 """
 
 from functools import lru_cache
@@ -25,8 +25,8 @@ class Shape(NamedTuple):
 
 class Tuning(NamedTuple):
     """Columns of `sampled` and `few_sampled` are slots and divide PITCH_MULTIPLE. Depths of gathered GEMMs also divide
-    it, and may not exceed the slots of the preceding sampled GEMM. A gathered GEMM loads a row's index before the row:
-    it loads one step ahead with 3 or 4 stages, and two steps ahead with 5 or 6.
+    PITCH_MULTIPLE, and may not exceed the slots of the preceding sampled GEMM. A gathered GEMM loads a row's index
+    before the row, so 3 or 4 stages load one step ahead, and 5 or 6 stages load two steps ahead.
     """
 
     sampled: Shape  # u and dh: output tile of 128 tokens by a block of slots
@@ -50,7 +50,7 @@ SMALL = Tuning(
     few_gathered=Shape(64, 32, 4, 4),
     resident=2,
 )
-# For GPUs with at least LARGE_BYTES of shared memory: Hopper, data centre Blackwell. (These spill on an A100.)
+# For GPUs with at least LARGE_BYTES of shared memory: Hopper, data centre Blackwell. (On an A100, these sizes spill.)
 LARGE = SMALL._replace(
     sampled=Shape(128, 64, 8, 3),
     gathered=Shape(256, 64, 8, 5),
@@ -65,8 +65,8 @@ def shared_bytes(properties: Any) -> int:
     return properties.shared_memory_per_block_optin
 
 
-# Tuned block sizes. They are global to the process, because the kernels run inside registered operators, which receive
-# only tensors and a plan: the operator must find the device's block sizes itself, in backward from another thread.
+# Tuned block sizes. The dict is global to the process, because a registered operator receives only tensors and a plan,
+# and its backward runs in another thread, so the operator must find the device's block sizes itself.
 _by_device: dict[torch.device, Tuning] = {}
 
 
