@@ -34,7 +34,6 @@ from torch import Tensor
 
 from scripts.benchmarks import harness, patterns
 from scripts.benchmarks.patterns import BASES
-from sparsellm.inference.engine_choice import NeuronMajor
 from sparsellm.ops import Engine, FeedForwardOutput, Plan, backend, cuda, feedforward, reference
 from sparsellm.ops.feedforward import forward
 from sparsellm.ops.gpu_timing import alternating_ms
@@ -98,7 +97,7 @@ def forward_variants(
     used only if the engines that count cannot run."""
     gated = len(weights) == 3
     sets = [[x, *weights]] + [[t.clone() for t in (x, *weights)] for _ in range(copies - 1)]
-    turned = [NeuronMajor.of(each[-1], None).weight for each in sets]
+    turned = [each[-1].T.contiguous() for each in sets]
     missing, eager = () if gated else (None,), dense_layer(gated)
 
     def dense(f: Callable[..., Tensor]) -> Call:

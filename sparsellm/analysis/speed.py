@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from sparsellm.analysis.activity import passes
-from sparsellm.inference.engine_choice import NeuronMajor
 from sparsellm.inference.matching import PROJECTIONS, feedforward_blocks
 from sparsellm.ops import Plan, backend
 from sparsellm.ops.feedforward import forward
@@ -42,7 +41,7 @@ def layer_speeds(model: "PreTrainedModel", blocks: Tensor) -> list[dict[str, Any
     if backend.loaded():
         sizes = {block.get_parameter("down_proj.weight").shape for block in found}
         policy = first_use.policy_for([(width, neurons) for width, neurons in sizes], model.device)
-    with torch.no_grad():  # not inference mode: its tensors have no version, which detects stale copies
+    with torch.no_grad():
         for _ in passes(model, batch, len(batch), [block.register_forward_pre_hook(measure) for block in found]):
             pass
     return rows
@@ -58,7 +57,7 @@ def layer_speed(block: nn.Module, x: Tensor, policy: Policy) -> dict[str, Any]:
     (tokens, neurons), width = active.shape, x.shape[1]
     nonzeros, unions = int(active.sum()), int(union(active))
     plan = Plan(policy.choose_engine(tokens, width, neurons, nonzeros, unions), room_for(nonzeros / tokens))
-    w_down_t = NeuronMajor.of(weights[-1], None).weight
+    w_down_t = weights[-1].T.contiguous()
     compiled = torch.compile(dense, dynamic=False)
     times = gpu_milliseconds(
         {

@@ -7,11 +7,11 @@ Both work on our Decoder and on Hugging Face models with the blocks that sparsel
 Qwen or Mistral with hidden_act relu, Arcee with relu. Results differ from the original model's by rounding only.
 
 Each block chooses the engine of a call (dense, row or tile) from the counts of its earlier calls
-(inference/engine_choice.py) and from what the engines cost on this GPU model. If these costs are not known for layers
+(inference/engine_choice.py) and from the costs of the engines on this GPU model. If the costs are not known for layers
 of this shape, `accelerate` measures them once, in a few seconds (sparsellm.policy). `engine=` fixes the engine. Sparse
 engines compute calls in bfloat16 on a GPU without gradients (torch.no_grad, torch.inference_mode); all other calls run
-dense. In training mode, calls with gradients follow `SparseFeedForward.training_plan`; PyTorch computes them until a
-trainer sets it.
+dense. In training mode, `SparseFeedForward.training_plan` decides calls with gradients; until a trainer sets that plan,
+PyTorch computes these calls.
 
 Tokens hidden by the attention mask, such as padding, fire no neurons (sparsellm.inference.padding).
 
@@ -37,7 +37,7 @@ def is_accelerated(model: nn.Module) -> bool:
     return any(isinstance(module, SparseFeedForward) for module in model.modules())
 
 
-@torch.inference_mode(False)  # a tensor made in inference mode could never be written outside of it
+@torch.inference_mode(False)  # tensors created in inference mode cannot be written outside of inference mode
 def accelerate(
     model: nn.Module,
     kernels: str = "auto",
@@ -48,12 +48,12 @@ def accelerate(
     """Switch the feedforward blocks inside `model` to the operator, in place.
 
     Args:
-        kernels: "auto" takes the CUDA kernels on a Hopper GPU and the Triton kernels on another CUDA GPU. Where they
-            cannot run, it says so once and leaves the model as it is. "cuda" and "triton" demand these kernels. "torch"
-            computes every call by the operator's PyTorch reference.
+        kernels: "auto" takes the CUDA kernels on a Hopper GPU and the Triton kernels on another CUDA GPU. If these
+            kernels cannot run, a message says so once, and the model stays as it is. "cuda" and "triton" demand the
+            named kernels. "torch" computes every call by the operator's PyTorch reference.
         engine: "dense", "row" or "tile" for every call, instead of each block's own choice.
         calibrate: Measure what the engines cost, if the model is in bfloat16 on a GPU and its layer shapes have not
-            been measured on this GPU model. Without that, an H200's constants choose.
+            been measured on this GPU model. If not measured, constants of an H200 choose the engines.
         policy: The policy that chooses engines. By default a new one, from the measured costs.
 
     Returns:
@@ -97,7 +97,7 @@ def _policy_for(weights: list[Tensor], calibrate: bool) -> Policy:
 
 def policy_of(model: nn.Module) -> Policy | None:
     """The policy that chooses an accelerated model's engines; None for other models."""
-    return next((block.policy for block in model.modules() if isinstance(block, SparseFeedForward)), None)
+    return next((block.choice.policy for block in model.modules() if isinstance(block, SparseFeedForward)), None)
 
 
 def restore(model: nn.Module) -> nn.Module:
@@ -117,10 +117,10 @@ def _replace(model: nn.Module, replacements: dict[nn.Module, nn.Module]) -> None
 class SparseFeedForward(nn.Module):
     """A feedforward block on the operator. x [..., K] -> y [..., K], or FeedForwardOutput if the original returns that.
 
-    The block has the original's children, so names and state_dict stay the same. In addition, outside any state_dict,
-    it owns its engine choice and the handle through which compiled code finds that choice. Training uses neither:
-    `training_plan` decides there. A trainer sets that tensor once and writes each new plan into it, because compiled
-    code holds the tensor as an input and would not see a new one.
+    The block has the original's children, so names and state_dict stay the same. Outside the state_dict, the block owns
+    its engine choice and the handle through which compiled code finds that choice. Training uses neither: there the
+    tensor `training_plan` decides. A trainer sets `training_plan` once and writes each new plan into that tensor,
+    because compiled code holds the tensor as an input and would not see a new one.
     """
 
     down_proj: nn.Linear
@@ -140,16 +140,7 @@ class SparseFeedForward(nn.Module):
         self.register_buffer("handle", torch.zeros(1, dtype=torch.uint8, device=weight.device), persistent=False)
         register(self.handle, self.choice)
         if not (traced or self.training or engine == "dense") and sparse_engines_take(weight):
-            self.choice.neuron_major(weight)  # copy now: the first call may be captured in a CUDA graph
-
-    @property
-    def policy(self) -> Policy:
-        """The policy that chooses engines for calls without gradients. A trainer sets it to the run's policy."""
-        return self.choice.policy
-
-    @policy.setter
-    def policy(self, policy: Policy) -> None:
-        self.choice.policy = policy
+            self.choice.neuron_major(weight)  # copies now, because the first call may be captured in a CUDA graph
 
     def forward(self, x: Tensor) -> Tensor | FeedForwardOutput:
         weights = self._weight("gate_proj") if self.gated else None, self._weight("up_proj"), self._weight("down_proj")
@@ -179,10 +170,10 @@ class SparseFeedForward(nn.Module):
         """The plan of a call with gradients, or of any call if `traced`; None means the traced reference."""
         if self.traced or self.training:
             return self.training_plan if self.training and torch.is_grad_enabled() else None
-        return Plan.of(self.choice.engine or "dense")  # the choice may be row, which has no backward
+        return Plan.of(self.choice.engine or "dense")  # not the chosen plan, which may be row, without a backward
 
     def _weight(self, name: str) -> Tensor:
-        # Read nn.Module's dicts directly: its __getattr__ is slow, and blocks are called often.
+        # Read nn.Module's dicts directly, because nn.Module.__getattr__ is slow, and blocks are called often.
         linear = self._modules[name]
         if type(linear) is not nn.Linear:
             raise ValueError(
@@ -192,8 +183,8 @@ class SparseFeedForward(nn.Module):
         return linear._parameters["weight"]  # type: ignore[return-value]  # no cast(): it costs time in every call
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Moves the block, as nn.Module does for `to` or `cuda`, registers the handle at its new address, and forgets
-        which weights were checked."""
+        """Moves the block, as nn.Module does for `to` or `cuda`, registers the handle at the handle's new address, and
+        forgets which weights were checked."""
         super()._apply(fn, recurse)
         register(self.handle, self.choice)
         self.choice.checked = None

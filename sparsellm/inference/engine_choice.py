@@ -1,19 +1,20 @@
 """Chooses the engine of a layer outside of training, from the counts of the layer's own earlier calls.
 
-Each accelerated block has an `EngineChoice`. One in COUNT_EVERY calls starts a copy of its counts to the host, and does
-not wait for it; a later call finds the counts there, and chooses the engine for itself and the calls after it. Calls of
-few tokens (decoding), of many, and of numbers in between are counted and chosen separately (sparsellm.ops.borders).
-For calls of few and of many tokens, the plan is stored. Token counts in between, 65 to 1,535, differ too much for one
-plan: the nonzeros per token are stored, and each call's engine is chosen from them and its own number of tokens.
+Each accelerated block has an `EngineChoice`. One in COUNT_EVERY calls starts to copy its counts to the host, and does
+not wait for the copy. A later call reads the counts, and chooses the engine for itself and for the calls after it.
+Calls of few tokens (decoding), of many tokens, and of token counts in between are counted and chosen separately
+(sparsellm.ops.borders). For few and for many tokens, the plan is stored. Token counts in between, 65 to 1,535, differ
+too much for one plan, so the nonzeros per token are stored, and each call's engine is chosen from this density and the
+call's number of tokens.
 
 The host never waits for counts, so the call at which a new choice takes effect may differ between runs, and with it the
 last bits of results. During a CUDA graph capture nothing is counted and W_d is not copied: the graph keeps the engines
 of its capture, chosen from the counts of earlier calls.
 
 Compiled code calls the registered operator `torch.ops.sparsellm.chosen_feedforward` and passes a `handle`: a one-byte
-tensor on the layer's device, whose address identifies the layer. The operator looks up the layer's choice at run time.
-So the choice is not traced, no hook breaks a graph, and a new choice recompiles nothing. Two alternatives fail: a
-Python number instead of the handle would be a constant of the graph, so every layer would be compiled separately; a
+tensor on the layer's device, whose address identifies the layer. The operator looks up the layer's choice at run time,
+so the choice is not traced, no hook breaks a graph, and a new choice recompiles nothing. Two alternatives fail. A
+Python number instead of the handle would be a constant of the graph, so every layer would be compiled separately. A
 plan on the CPU would prevent torch from using CUDA graphs.
 """
 
@@ -34,9 +35,9 @@ from sparsellm.policy import Policy
 from sparsellm.policy.costs import room_for
 
 FEW, BETWEEN, MANY = range(3)  # kinds of calls, by number of tokens
-# One in this many calls of each kind is counted. Counting costs as much host time as the call itself, and decoding is
-# host-bound, so it is rare there. Calls of many tokens are device-bound and are counted more often: when their nonzeros
-# overflow the tile engine's lists, they take ten times as long until a count enlarges the lists.
+# One in this many calls of each kind is counted. Counting costs as much host time as the call itself, so few calls are
+# counted where calls are host-bound, as in decoding. Calls of many tokens are device-bound and are counted more often,
+# because those that overflow the tile engine's lists take ten times as long until a count enlarges the lists.
 COUNT_EVERY = (64, 64, 16)
 UNDER_WAY = -1  # placeholder for counts that have not arrived
 DENSE, ROW = Plan(), Plan.of("row")
@@ -51,19 +52,11 @@ class NeuronMajor(NamedTuple):
     source: Tensor  # w_down itself, kept alive so that its address is not reused
     state: tuple[int, int]  # `state_of(w_down)` at the time of the copy
 
-    @classmethod
-    def of(cls, w_down: Tensor, into: Tensor | None) -> "NeuronMajor":
-        """w_down [K, N] transposed, without gradients; reuses `into` if its shape, dtype and device match."""
-        source = w_down.detach()
-        wanted = source.t()
-        if into is None or (into.shape, into.dtype, into.device) != (wanted.shape, wanted.dtype, wanted.device):
-            return cls(wanted.contiguous(), source, state_of(w_down))
-        return cls(into.copy_(wanted), source, state_of(w_down))
-
 
 def state_of(weight: Tensor) -> tuple[int, int]:
-    """(address, version): which tensor a weight is, and how often it was changed in place. A copy is stale if this has
-    changed since. In-place writes through `weight.data` have their own version counter and are not detected.
+    """(address, version): which tensor a weight is, and how often the tensor was changed in place. A copy is stale if
+    its source has another state now. In-place writes through `weight.data` are not detected, because `weight.data` has
+    a version counter of its own.
 
     Raises ValueError for a tensor created in inference mode, which has no version.
     """
@@ -76,8 +69,8 @@ def state_of(weight: Tensor) -> tuple[int, int]:
 
 class Checked(NamedTuple):
     """A block's weights that passed the check: bfloat16, contiguous and aligned, on a GPU on which the CUDA kernels
-    run. The same tensor object may change later. `model.to(...)` and the like make the block forget what was checked
-    (SparseFeedForward._apply); `weight.data = ...` changes an address."""
+    run. The same tensor objects may change later: `model.to(...)` and similar calls make the block forget what was
+    checked (SparseFeedForward._apply), and `weight.data = ...` changes an address."""
 
     w_gate: Tensor | None
     w_up: Tensor
@@ -98,7 +91,6 @@ class EngineChoice:
         self.plans = [plan if engine is None else Plan.of(engine) for plan in first]
         self.calls = [0, 0, 0]
         self.per_token: float | None = None  # nonzeros per token of the last counted call of medium size
-        self.size = (0, 0)  # [N, K], set when counts are first sent
         self.w_down_t: NeuronMajor | None = None
         self.checked: Checked | None = None
         self.counted = 0  # tokens of the call whose counts are in flight to the host; 0: none
@@ -115,16 +107,16 @@ class EngineChoice:
 
     def run(self, x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> Results:
         """(y, l1, fired, counts) of the operator, without gradients, for inputs that ops.feedforward.check accepts."""
-        return self._run(x, w_gate, w_up, w_down, *self._plan(x))
+        return self._run(x, w_gate, w_up, w_down, *self._plan(x, w_up))
 
     def output(self, x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> Tensor:
         """Only y of `run`. A dense call that is not due to be counted skips the statistics.
 
-        There are two ways to compute such a call. In a CUDA graph only device time matters, and the operator is faster
+        Such a call is computed in one of two ways. In a CUDA graph only device time matters, and the operator is faster
         on the device. Outside a graph, calls of few tokens are host-bound, and PyTorch's own five operators cost less
         host time.
         """
-        plan, counting = self._plan(x)
+        plan, counting = self._plan(x, w_up)
         if x.shape[0] < MANY_TOKENS:
             self._note(x, w_gate, w_up, w_down)
         of_pytorch = plan.engine == Engine.dense and not counting and not fuses(x.shape[0]) and w_down.dtype == x.dtype
@@ -136,8 +128,8 @@ class EngineChoice:
         """`output` [..., K] of x [..., K] for a call that is not of many tokens and whose weights were checked before;
         otherwise None, and the caller must use `output`.
 
-        The results are the same, with less host time. Eager decoding is host-bound: checking a block's weights in each
-        call would cost more than the kernels gain.
+        The results equal those of `output`, with less host time. Eager decoding is host-bound, so checking a block's
+        weights in each call would cost more than the kernels gain.
         """
         known = self.checked
         if known is None or self.counted or in_forward_mode() or torch.is_autocast_enabled(known.device.type):
@@ -150,7 +142,7 @@ class EngineChoice:
         kind = kind_of(tokens)
         if not tokens or kind == MANY or (self.engine is None and self._is_due(kind)):
             return None
-        plan = self._plan_of(kind, tokens)
+        plan = self._plan_of(kind, tokens, w_up)
         if plan.engine == Engine.row and known.addresses == _addresses(w_gate, w_up):
             kept = self.w_down_t
             if kept is None or kept.state != state_of(w_down) or not x.is_contiguous() or x.data_ptr() % cuda.ALIGNMENT:
@@ -166,9 +158,9 @@ class EngineChoice:
     def _is_due(self, kind: int) -> bool:
         return self.calls[kind] % COUNT_EVERY[kind] == 0
 
-    def _plan_of(self, kind: int, tokens: int) -> Plan:
+    def _plan_of(self, kind: int, tokens: int, w_up: Tensor) -> Plan:
         if kind == BETWEEN and self.engine is None and self.per_token is not None:
-            neurons, width = self.size
+            neurons, width = w_up.shape
             return ROW if self.per_token <= self.policy.row_density(tokens, width, neurons) else DENSE
         return self.plans[kind]
 
@@ -180,8 +172,8 @@ class EngineChoice:
         found = Checked(w_gate, w_up, w_down, x.shape[1], x.device, _addresses(w_gate, w_up))
         self.checked = found if ready else None
 
-    def _plan(self, x: Tensor) -> tuple[Plan, bool]:
-        """(the plan of a call, whether to send its counts to the host)."""
+    def _plan(self, x: Tensor, w_up: Tensor) -> tuple[Plan, bool]:
+        """(the plan of a call, whether to send the call's counts to the host)"""
         m = x.shape[0]
         kind = kind_of(m)
         if not sparse_engines_take(x):
@@ -192,10 +184,10 @@ class EngineChoice:
         if self.engine is not None:
             return self.plans[kind], False
         if self.counted:
-            self._read()
+            self._read(w_up)
         due = self._is_due(kind)
         self.calls[kind] += 1
-        return self._plan_of(kind, m), due and not self.counted
+        return self._plan_of(kind, m, w_up), due and not self.counted
 
     def _run(
         self,
@@ -207,18 +199,19 @@ class EngineChoice:
         sending: bool,
         returning: bool = True,
     ) -> Results:
-        """sending, returning: whether the statistics go to the host, and to the caller."""
+        """sending: start copying the counts to the host. returning: the caller needs the statistics."""
         w_down_t = None
         if plan.engine != Engine.dense and w_down.dtype == x.dtype and sparse_engines_take(x):
             w_down_t = self.neuron_major(w_down).weight
         results = forward(x, w_gate, w_up, w_down, plan, w_down_t, False, sending or returning)[:4]
         if sending:
-            self._send(x.shape[0], results[3], w_up)
+            self._send(x.shape[0], results[3])
         return results
 
     def neuron_major(self, w_down: Tensor) -> NeuronMajor:
-        """The neuron-major W_d. If the weight has changed since the last copy, it is copied again into the same memory,
-        and only then does the host wait, because other threads may use the copy immediately on other streams.
+        """The neuron-major W_d. If w_down has changed since the last copy, w_down is copied again into the same memory,
+        because CUDA graphs read this memory. The host waits for the copy, because other threads may use it immediately
+        on other streams.
 
         Raises ValueError if a copy is needed during a CUDA graph capture.
         """
@@ -231,14 +224,19 @@ class EngineChoice:
                 " the model once before the capture"
             )
         with torch.inference_mode(False):
-            made = NeuronMajor.of(w_down, None if kept is None else kept.weight)
+            source = w_down.detach()
+            wanted, old = source.t(), None if kept is None else kept.weight
+            if old is None or (old.shape, old.dtype, old.device) != (wanted.shape, wanted.dtype, wanted.device):
+                weight = wanted.contiguous()
+            else:
+                weight = old.copy_(wanted)
         if w_down.is_cuda:
             torch.cuda.current_stream(w_down.device).synchronize()
-        self.w_down_t = made
-        return made
+        self.w_down_t = NeuronMajor(weight, source, state_of(w_down))
+        return self.w_down_t
 
     @torch.inference_mode(False)  # a tensor created in inference mode cannot be written outside of it
-    def _send(self, m: int, counts: Tensor, weight: Tensor) -> None:
+    def _send(self, m: int, counts: Tensor) -> None:
         """Start the copy of a call's counts to the host."""
         if is_capturing() or not self.deciding.acquire(blocking=False):
             return
@@ -249,17 +247,15 @@ class EngineChoice:
                 self.counts = torch.empty(4, dtype=torch.int64, pin_memory=counts.is_cuda)
             self.counts.fill_(UNDER_WAY)
             self.counts.copy_(counts.detach(), non_blocking=True)
-            neurons, width = weight.shape
-            self.size = neurons, width
             self.counted = m
         finally:
             self.deciding.release()
 
-    def _read(self) -> None:
-        """Choose from the counts that were sent, if they have arrived, that is if no UNDER_WAY is left.
+    def _read(self, w_up: Tensor) -> None:
+        """Choose from the counts that were sent, if all have arrived, so that no UNDER_WAY is left.
 
-        This cannot query a CUDA event, which is forbidden during a graph capture. Counts must be readable then, because
-        those of torch's warm-up call, right before the capture, should choose the captured engines.
+        This method must not query a CUDA event, which is forbidden during a graph capture. Counts must be readable even
+        then, because the counts of torch's warm-up call, right before the capture, should choose the captured engines.
         """
         if not self.deciding.acquire(blocking=False):
             return
@@ -268,11 +264,11 @@ class EngineChoice:
             nnz, *others, union = self.counts.tolist()
             if self.counted and UNDER_WAY not in (nnz, *others, union):
                 m, self.counted = self.counted, 0
-                neurons, width = self.size
                 kind = kind_of(m)
                 if kind == BETWEEN:
                     self.per_token = nnz / m
                     return
+                neurons, width = w_up.shape
                 engine = self.policy.choose_engine(m, width, neurons, nnz, union, current=self.plans[kind].engine)
                 self.plans[kind] = Plan(Engine(engine), room_for(nnz / m))
         finally:
@@ -317,13 +313,13 @@ def _say_dense(dtype: torch.dtype) -> None:
 
 # Operators that compiled code calls.
 
-# Keyed by the address of the handle.
+# The choices by the addresses of their handles.
 _choices: weakref.WeakValueDictionary[int, EngineChoice] = weakref.WeakValueDictionary()
 
 
 def register(handle: Tensor, choice: EngineChoice) -> None:
-    """Let compiled code find `choice` by the address of `handle`, as long as the caller keeps both alive. On the meta
-    device the handle has no address yet."""
+    """Let compiled code find `choice` by the address of `handle`, as long as the caller keeps both alive. A handle on
+    the meta device, which has no address yet, is not registered."""
     if not handle.is_meta:
         _choices[handle.data_ptr()] = choice
 

@@ -27,17 +27,17 @@ Timer = Callable[[dict[str, Tuning]], dict[str, float | Exception]]  # milliseco
 def find(layer: Layer, timer: Timer | None = None, advance: Callable[[int], object] = lambda _: None) -> Tuning:
     """The fastest block sizes for a layer's forward and backward pass, tuned one after the other.
 
-    Sizes that need more shared memory or registers than this GPU has are skipped. If even the package's block sizes for
-    this GPU do not run, Triton's error is raised. timer: by default, times the layer on this GPU.
+    Sizes that need more shared memory or registers than this GPU has are skipped. If not even the package's block sizes
+    for this GPU run, Triton's error is raised. timer: by default, times the layer on this GPU.
     """
     timer, best = timer or (lambda sizes: gpu_milliseconds(layer, sizes)), tuning.of(layer.device)[0]
     for name in LISTED:
-        times = timer({str(each): each for each in others(best, name)})
-        first = times[str(best)]
-        if isinstance(first, Exception):
-            raise first
+        listed = {str(each): each for each in others(best, name)}
+        times = timer(listed)
+        if isinstance(error := times[str(best)], Exception):
+            raise error
         found = {text: ms for text, ms in times.items() if not isinstance(ms, Exception)}
-        best = {str(each): each for each in others(best, name)}[min(found, key=found.__getitem__)]
+        best = listed[min(found, key=found.__getitem__)]
         advance(1)
     return best
 

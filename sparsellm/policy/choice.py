@@ -29,10 +29,10 @@ class Policy:
     ) -> Engine:
         """The engine for a forward pass of `tokens` tokens through a layer with `width` K and `neurons` N.
 
-        nnz: nonzero activations of an earlier call. union: number of neurons active in each of its 128-token tiles,
-        summed over the tiles. Both are for `tokens` tokens, as FeedForwardOutput counts them. If union is negative (not
-        measured), the tile engine is not chosen. current: the engine in use, which stays while it is the fastest. To
-        replace it, a sparse engine must be faster than dense by a margin.
+        nnz: nonzero activations of an earlier call, scaled to `tokens` tokens. union: number of neurons active in each
+        128-token tile of that call, summed over the tiles, and scaled too. If union is negative (not measured), the
+        tile engine is not chosen. current: the engine in use, which stays while it is the fastest. A sparse engine must
+        be faster than dense by a margin to replace the current engine.
         """
         return self.costs(width, neurons).choose_engine(tokens, nnz, union, current)
 
@@ -40,14 +40,14 @@ class Policy:
         self, tokens: int, width: int, neurons: int, nnz: float, union: float, current: Engine | None = None
     ) -> Engine:
         """The engine, dense or tile, for a micro-batch's forward and backward pass; arguments as in `choose_engine`."""
-        return self.costs(width, neurons).choose_training_engine(tokens, nnz, union, current)
+        return self.costs(width, neurons).choose_engine(tokens, nnz, union, current, training=True)
 
     def row_density(self, tokens: int, width: int, neurons: int) -> float:
         """Maximum nonzeros per token at which the row engine computes a call of FEW_TOKENS to MANY_TOKENS tokens."""
         return self.costs(width, neurons).row_density(tokens)
 
     def first_of_few(self) -> Plan:
-        """The plan for calls of few tokens before any counts exist. The CUDA kernels assume that these calls are
+        """The plan for calls of few tokens before any counts exist. With the CUDA kernels, such calls are assumed to be
         sparse."""
         return Plan(Engine.dense if self.kernels == "triton" else Engine.row)
 

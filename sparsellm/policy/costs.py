@@ -19,19 +19,19 @@ from sparsellm.ops.plan import ROOM, Engine
 
 MARGIN = 0.03  # a sparse engine replaces dense only if it saves at least this share of dense's time
 TILE_MAX_NONZEROS = 320  # per token; the tile engine was measured up to 300
-# A plan's room is this multiple of the counted nonzeros: real batches differ by several times, and a batch that exceeds
-# its room takes ten times as long or more (LOG.md, "Room for four times the fullest micro-batch").
+# A plan's room is ROOM_MARGIN times the counted nonzeros, because real batches differ by several times, and exceeding
+# the room makes a call ten times slower or worse (LOG.md, "Room for four times the fullest micro-batch").
 ROOM_MARGIN = 4
 ROOM_MULTIPLE = 32  # nonzeros per token
-MOST_FOUND = 1000  # maximum number of token counts for which a layer caches its estimates
-ROWS = 64  # tokens; tile height of dense GEMMs is a multiple of this, and a partial tile costs as much as a full one
+MOST_CACHED = 1000  # maximum number of token counts for which a layer caches its estimates
+ROWS = 64  # tokens; the tile height of dense GEMMs is a multiple of ROWS; a partial tile costs as much as a full one
 # Token counts at which an engine changes its algorithm; the last one applies to the Triton kernels without backward.
 BORDERS = MIN_FUSED_TOKENS, MANY_TOKENS, MIN_ORDERED_TOKENS, ALONE * MIN_ORDERED_TOKENS
 
 
 def room_for(per_token: float) -> int:
     """A plan's room, in nonzeros per token, after a batch with `per_token`: ROOM_MARGIN times as many, rounded up to a
-    multiple of ROOM_MULTIPLE, and at least ROOM. For 100 per token it is 416."""
+    multiple of ROOM_MULTIPLE, and at least ROOM. For 100 nonzeros per token, the room is 416."""
     room = ROOM_MULTIPLE * math.ceil(ROOM_MARGIN * min(per_token, TILE_MAX_NONZEROS) / ROOM_MULTIPLE)
     return max(room, ROOM)
 
@@ -48,8 +48,8 @@ class Cost(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """most: maximum nonzeros of a call for which the engine may be chosen. margin: share of dense's time that it must
-    save to replace another engine."""
+    """most: maximum nonzeros of a call for which the engine may be chosen. margin: the share of dense's time that the
+    engine must save to replace another engine."""
 
     cost: Cost
     most: float = math.inf
@@ -64,8 +64,7 @@ class LayerCosts:
     width: int
     neurons: int
     # Eager decoding is host-bound, so the estimates for a token count are computed once and cached.
-    _densities: dict[int, float] = field(default_factory=dict, init=False, compare=False, repr=False)
-    _found: dict[tuple[int, bool], dict[Engine, Estimate]] = field(
+    _cache: dict[tuple[int, bool], dict[Engine, Estimate]] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
 
@@ -73,27 +72,32 @@ class LayerCosts:
         """Estimates by engine for all work after the gate GEMM; dense is always included."""
         raise NotImplementedError
 
-    def choose_engine(self, tokens: int, nnz: float, union: float, current: Engine | None = None) -> Engine:
-        """The engine for a forward pass; arguments as in Policy.choose_engine."""
-        if FEW_TOKENS < tokens < MANY_TOKENS:
-            return Engine.row if nnz <= tokens * self.row_density(tokens) else Engine.dense
-        return self._cheapest(tokens, False, nnz, union, current)
-
-    def choose_training_engine(self, tokens: int, nnz: float, union: float, current: Engine | None = None) -> Engine:
-        """The engine for a micro-batch's forward and backward pass; arguments as in Policy.choose_engine."""
-        return self._cheapest(tokens, True, nnz, union, current)
+    def _cached_estimates(self, tokens: int, training: bool) -> dict[Engine, Estimate]:
+        if (found := self._cache.get((tokens, training))) is None:
+            if len(self._cache) == MOST_CACHED:
+                self._cache.clear()
+            found = self._cache[tokens, training] = self.estimates(tokens, training)
+        return found
 
     def row_density(self, tokens: int) -> float:
         """Maximum nonzeros per token at which the row engine is chosen over dense; negative if it never is."""
-        if tokens not in self._densities:
-            self._densities[tokens] = _row_density(self.estimates(tokens, False), tokens)
-        return self._densities[tokens]
+        estimates = self._cached_estimates(tokens, False)
+        if Engine.row not in estimates:
+            return -1.0
+        row, dense = estimates[Engine.row], estimates[Engine.dense]
+        left = (1 - row.margin) * dense.cost.fixed - row.cost.fixed
+        if row.cost.per_nonzero == 0:
+            return math.inf if left >= 0 else -1.0
+        return left / (row.cost.per_nonzero * tokens)
 
-    def _cheapest(self, tokens: int, training: bool, nnz: float, union: float, current: Engine | None) -> Engine:
-        if (estimates := self._found.get((tokens, training))) is None:
-            if len(self._found) == MOST_FOUND:
-                self._found.clear()
-            estimates = self._found[tokens, training] = self.estimates(tokens, training)
+    def choose_engine(
+        self, tokens: int, nnz: float, union: float, current: Engine | None = None, training: bool = False
+    ) -> Engine:
+        """The engine for a forward pass, or, if `training`, for the forward and backward pass of a micro-batch. The
+        other arguments are those of Policy.choose_engine."""
+        if not training and FEW_TOKENS < tokens < MANY_TOKENS:
+            return Engine.row if nnz <= tokens * self.row_density(tokens) else Engine.dense
+        estimates = self._cached_estimates(tokens, training)
         dense = estimates[Engine.dense].cost.seconds(nnz, union)
         best, least = Engine.dense, dense
         for engine, (cost, most, margin) in estimates.items():
@@ -106,16 +110,6 @@ class LayerCosts:
         return best
 
 
-def _row_density(estimates: dict[Engine, Estimate], tokens: int) -> float:
-    if Engine.row not in estimates:
-        return -1.0
-    row, dense = estimates[Engine.row], estimates[Engine.dense]
-    left = (1 - row.margin) * dense.cost.fixed - row.cost.fixed
-    if row.cost.per_nonzero == 0:
-        return math.inf if left >= 0 else -1.0
-    return left / (row.cost.per_nonzero * tokens)
-
-
 BySize = dict[int, dict[Engine, Cost]]  # tokens of a call -> cost of each measured engine
 
 
@@ -124,9 +118,9 @@ class Costs(LayerCosts):
     """Costs of a layer measured on this GPU.
 
     The token count of a call is first rounded up to whole tiles (`whole_tiles`). Between two measured token counts, the
-    time of calls with equal sparsity per token is interpolated linearly. Beyond the largest one, `fixed` is
-    extrapolated from it and a count at most half as large, and `per_nonzero` and `per_union` stay constant. An engine
-    is not available below its smallest measured token count; dense always is.
+    time of calls with equal sparsity per token is interpolated linearly. Beyond the largest count, `fixed` is
+    extrapolated from that count and one at most half as large, and `per_nonzero` and `per_union` stay constant. A
+    sparse engine is not available below its smallest measured token count.
     """
 
     forward: BySize
@@ -174,7 +168,7 @@ def costs_at(sizes: BySize, tokens: int) -> dict[Engine, Cost]:
         measured = sorted(size for size, by in sizes.items() if engine in by)
         if measured and measured[0] <= tokens and (whole <= measured[-1] or measured[-1] == largest):
             high = measured[min(bisect.bisect_left(measured, whole), len(measured) - 1)]
-            # Extrapolating needs two counts that are far apart: the two next to a border are only one token apart.
+            # Extrapolation needs two counts that are far apart, and those next to a border are only one token apart.
             limit = high if high == whole else high - 1 if high > whole else high // 2
             low = measured[max(bisect.bisect_right(measured, limit) - 1, 0)]
             found[engine] = _between(whole, low, sizes[low][engine], high, sizes[high][engine])

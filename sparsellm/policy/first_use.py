@@ -1,10 +1,10 @@
 """Creates the policy of given layers, and calibrates layers that have no cached costs for this GPU model.
 
-Token counts that do not fit into free memory are skipped. If more memory is free later, the layer is measured again. A
-GPU that is too small never has more, so it does not repeat the measurement.
+Token counts that do not fit into free memory are skipped. If more memory is free later, the layer is measured again. On
+a GPU that is too small for all token counts, free memory does not grow, so nothing is measured again.
 
-Only one process per machine measures at a time; the others wait and then read its results from the cache. Global random
-states are not changed (a Layer has its own generator), and all memory is released afterwards.
+Only one process per machine measures at a time; the other processes wait and then read the results from the cache.
+Global random states are not changed (a Layer has its own generator), and all memory is released afterwards.
 """
 
 import sys
@@ -29,9 +29,9 @@ Shape = tuple[int, int]  # K and N of a layer
 def policy_for(layers: Iterable[Shape], device: torch.device, missing: Iterable[Shape] = ()) -> Policy:
     """The policy of `layers` from cached costs for the current GPU's model and the loaded kernels.
 
-    missing: the layers to measure on `device` first if they need it: if they have no cached costs and the package's
-    costs were measured elsewhere, or if more memory is free now than when they were measured. Each measurement is
-    reported in one line, and so is each failure; a layer that could not be measured uses the package's costs.
+    missing: the layers to measure on `device` first, unless they have cached costs or the package's costs were measured
+    on this GPU model. Layers are also measured again if more memory is free now than when they were measured. Each
+    measurement and each failure is reported in one line. A layer that could not be measured uses the package's costs.
     """
     layers = list(layers)
     found = store.kept(layers)
@@ -101,15 +101,10 @@ def _measure(
 
 
 def _largest_that_fits(width: int, neurons: int, device: torch.device) -> int:
-    """The largest token count of measure.SIZES that fits into free memory; 0 if not even the smallest one does."""
-    fit = _tokens_that_fit(width, neurons, device)
-    return max((tokens for tokens in measure.SIZES[backend.loaded() or "cuda"] if tokens <= fit), default=0)
-
-
-def _tokens_that_fit(width: int, neurons: int, device: torch.device) -> int:
-    """Number of tokens of a timed forward call that fit into free memory; below 1 if not even the weights fit."""
+    """The largest token count of measure.SIZES whose forward call fits into free memory; 0 if none does."""
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
     gates = len({*measure.TILE, *measure.ROW, *measure.ROW_OF_FEWEST})
     matrices = 3 * SETS + 1 + gates + 6  # 6: gradients, and neuron-major copies of weights
-    return (free - SPARE - 2 * width * neurons * matrices) // (16 * width + 12 * neurons)
+    fit = (free - SPARE - 2 * width * neurons * matrices) // (16 * width + 12 * neurons)  # below 1: weights do not fit
+    return max((tokens for tokens in measure.SIZES[backend.loaded() or "cuda"] if tokens <= fit), default=0)

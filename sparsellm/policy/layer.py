@@ -1,14 +1,14 @@
 """A layer with random weights whose sparsity resembles a trained layer: a few neurons fire often, most rarely.
 
 Neuron j fires independently with a probability proportional to (j + 1)^-skew, capped at MOST_OFTEN, so that a token
-activates `share` of all neurons on average. To achieve this, the first of a token's K values is 1 and the others are
-normally distributed, so z is normally distributed too. The gate weight of neuron j for the first value is the negated
-quantile of z that is exceeded with j's probability. So relu(z) > 0 with exactly that probability, at any K.
+activates `share` of all neurons on average. To achieve this, the first of a token's K values is 1 and the other values
+are normally distributed, so the sum z of their products with gate weights is normally distributed too. The gate weight
+of neuron j for the first value shifts z so that relu(z) > 0 with exactly the neuron's probability, at any K.
 
-Example with 5,632 neurons and skew 1.3: 128 tokens with 36 active neurons each activate 1,140 different neurons (their
-union), and 2,530 with 101 each. Trained layers with ordered tokens are similar (950 at 36, 2,640 at 116). At skew 0.7,
-101 each give a union of 4,200. Timing both skews separates the cost of a nonzero from the cost of a neuron of the
-union.
+Example with 5,632 neurons and skew 1.3: 128 tokens with 36 active neurons each have a union of 1,140 different neurons,
+and a union of 2,530 with 101 active neurons each. Trained layers with ordered tokens are similar (950 at 36, 2,640 at
+116). At skew 0.7, 101 active neurons each give a union of 4,200. Timing both skews separates the cost of a nonzero from
+the cost of a neuron of the union.
 """
 
 import math
@@ -110,7 +110,7 @@ def frequencies(neurons: int, firing: Firing) -> Tensor:
     """float64 [N]: how often each neuron fires; their sum is `firing.per_token`."""
     wanted = min(firing.per_token(neurons), MOST_OFTEN * neurons)
     rates = torch.arange(1, neurons + 1, dtype=torch.float64) ** -firing.skew
-    low, high = 0.0, wanted / float(rates[-1])  # bounds of the factor; because of the cap it is found by bisection
+    low, high = 0.0, wanted / float(rates[-1])  # bounds of the factor of `rates`; the cap requires a bisection
     for _ in range(60):
         middle = (low + high) / 2
         if float((middle * rates).clamp(max=MOST_OFTEN).sum()) < wanted:

@@ -1,17 +1,18 @@
 """Times the engines of a layer on this GPU and fits costs to the times.
 
 At each token count of SIZES and TRAINING_SIZES, every engine that may compute such a call is timed at several sparsity
-levels (Firing), and a Cost is fitted to its times. The costs only have to rank the engines, so the fit minimizes errors
-relative to the times, and calls that are slower than dense get less weight.
+levels (Firing), and a Cost is fitted to the engine's times. The costs only have to rank the engines, so the fit
+minimizes errors relative to the times, and calls that are slower than dense get less weight.
 
 Some engines change their algorithm at a token count (a kernel for few tokens, ordering of the tokens). Such a count and
-the one just below it are both measured, so no cost is interpolated across the change. CUDA and Triton kernels begin to
-order the tokens of a forward pass without backward at different counts, so each has its own largest sizes. Up to 8
-tokens, every count is measured: the row engine splits the rows into pieces and deals them to about 16 clusters of CTAs,
-so the load of the slowest cluster jumps between counts (7 rows in 3 pieces need two rounds, 8 rows in 2 pieces one).
+the one just below are both measured, so no cost is interpolated across the change. CUDA and Triton kernels begin to
+order the tokens of a forward pass without backward at different counts, so each kind of kernels has its own largest
+sizes. Up to 8 tokens, every count is measured: the row engine splits the rows into pieces and distributes the pieces
+over about 16 clusters of CTAs, so the load of the slowest cluster jumps between counts (7 rows in 3 pieces need two
+rounds, 8 rows in 2 pieces need one).
 
-The time of dense does not depend on sparsity. It depends on how many tiles its GEMMs have, and on how full the last
-wave of tiles is. So dense is timed at many more token counts: DENSE_SIZES and DENSE_TRAINING_SIZES.
+The time of dense does not depend on sparsity, but on how many tiles the GEMMs have, and on how full the last wave of
+tiles is. So dense is timed at many more token counts: DENSE_SIZES and DENSE_TRAINING_SIZES.
 """
 
 import itertools
@@ -78,10 +79,10 @@ def measure(
     kernels: str, layer: Layer, timer: Timer | None = None, counter: Counter | None = None,
     advance: Callable[[int], object] = lambda _: None, most: int | None = None,
 ) -> tuple[Costs, list[Timed]]:  # fmt: skip
-    """The costs of `layer` on `kernels`, which must be loaded, and the timed calls they are fitted to.
+    """The costs of `layer` on `kernels`, which must be loaded, and the timed calls to which the costs are fitted.
 
-    Sizes above `most` tokens are skipped. A size that does not fit into memory is skipped with all larger ones. Raises
-    OutOfMemoryError if the smallest one does not fit. timer, counter: by default, run the layer on this GPU.
+    Sizes above `most` tokens are skipped. A size that does not fit into memory is skipped with all larger sizes. Raises
+    OutOfMemoryError if the smallest size does not fit. timer, counter: by default, run the layer on this GPU.
     """
     timer, counter = timer or (lambda calls: gpu_milliseconds(layer, calls)), counter or layer.counts
     times: list[Timed] = []
@@ -138,7 +139,7 @@ def gpu_milliseconds(layer: Layer, calls: Sequence[Call]) -> list[float | None]:
     found: list[float | None] = []
     for ms in times.values():
         if isinstance(ms, torch.OutOfMemoryError):
-            ms.__traceback__ = None  # its frames keep the tensors of the failed call alive
+            ms.__traceback__ = None  # the frames of the traceback keep the tensors of the failed call alive
             torch.cuda.empty_cache()
             return [None] * len(calls)
         if isinstance(ms, Exception):
@@ -160,8 +161,8 @@ def _fitted(times: list[Timed], training: bool) -> BySize:
 def fit(times: list[Timed], dense: float = np.inf) -> Cost:
     """The Cost of one engine at one token count: non-negative least squares on the relative errors.
 
-    dense: seconds of dense. If a call takes r > 1 times as long as dense, its error has weight 1 / r^2: dense is chosen
-    there anyway, so an exact cost does not matter.
+    dense: seconds of dense. If a call takes r > 1 times as long as dense, the error of the call has weight 1 / r^2,
+    because dense is chosen for such calls anyway, so an exact cost does not matter.
     """
     engine = times[0].call.engine
     seconds = np.array([each.seconds for each in times])

@@ -3,8 +3,7 @@
 A file lists entries for each engine, for forward passes and for training (forward and backward). An entry applies to
 calls of at least its number of tokens ("from"), until the next entry; keys that the next entry omits keep their values.
 The keys of an entry are the fields of `Formula`, and `sources`: titles of the measurements in docs/dev/LOG.md, or the
-origin of a value that was not measured. All times are in seconds, and cover the work after the gate GEMM, which all
-engines share.
+origin of a value that was not measured. All times are in seconds, without the gate GEMM, which all engines share.
 
 On another GPU, the costs of dense and sparse engines change by similar factors. Where the factors differ, fixed times
 have too much weight, so dense is chosen too often rather than too rarely.
@@ -33,10 +32,10 @@ class Formula(NamedTuple):
     activation: float = 0.0  # times M N
     nonzero: float = 0.0  # times the nonzeros
     nonzero_by_width: float = 0.0  # times the nonzeros, at the measured layer's K; proportional to K
-    mean: float = 0.0  # times the nonzeros per token: without ordering, the fullest tile finishes last
+    mean: float = 0.0  # times the nonzeros per token, because without ordering the fullest tile finishes last
     products: int = 0  # number of GEMMs, each with 2 K operations per activation (tile: per neuron of the union)
     flops: float = math.inf  # operations per second in these GEMMs
-    table: dict[str, float] | None = None  # key: tokens; at the measured layer's N, proportional to N
+    table: dict[str, float] | None = None  # key: tokens; seconds at the measured layer's N, proportional to N
     widths: list[int] | None = None  # the formula is valid for these K; None: any
     # Maximum nonzeros for which the engine is chosen: per token; per token, divided by N; per call, divided by N.
     most_per_token: float | None = None
@@ -68,7 +67,7 @@ def _interpolated(table: dict[str, float], tokens: int) -> float:
 
 
 class Data(NamedTuple):
-    """A cost file. gpu: part of the name of the GPU it was measured on; None if no single GPU was measured in full."""
+    """A cost file. gpu: part of the name of the measured GPU; None if no single GPU was measured in full."""
 
     gpu: str | None
     layer: tuple[int, int]  # K and N

@@ -16,7 +16,7 @@ class Choice(NamedTuple):
 
     call: Call  # with the dense engine
     nonzeros: float
-    union: float  # -1 for few tokens: only the tile engine counts it, and it was not timed
+    union: float  # -1 for few tokens: only the tile engine counts unions, and it is not timed for few tokens
     seconds: dict[Engine, float]
     predicted: dict[Engine, float]
     chosen: Engine
@@ -39,12 +39,11 @@ def choices(costs: Costs, times: list[Timed]) -> list[Choice]:
     for call, others in by_call.items():
         nonzeros = others[0].nonzeros
         union = next((each.union for each in others if each.call.engine == Engine.tile), -1.0)
-        choose = costs.choose_training_engine if call.training else costs.choose_engine
         at = costs_at(costs.training if call.training else costs.forward, call.tokens)
         seconds = {Engine.dense: dense[call.tokens, call.training]}
         seconds |= {each.call.engine: each.seconds for each in others}
         predicted = {engine: at[engine].seconds(nonzeros, union) for engine in seconds}
-        chosen = choose(call.tokens, nonzeros, union)
+        chosen = costs.choose_engine(call.tokens, nonzeros, union, training=call.training)
         found.append(Choice(call, nonzeros, union, seconds, predicted, chosen if chosen in seconds else Engine.dense))
     return found
 

@@ -6,7 +6,7 @@
     measuring()        lock, so that only one process per machine measures at a time
     file()             ~/.cache/sparsellm/calibrations/GPU-KERNELS-VERSION.json
 
-There is one file per GPU model, kind of kernels, kernel version and torch version, because all of these change costs.
+There is one file per GPU model, kind of kernels, kernel version and torch version, because costs depend on all four.
 """
 
 import hashlib
@@ -48,7 +48,7 @@ def file() -> Path:
 def keep(costs: Costs, sizes: Tuning | None, tried: int | None = None) -> Path:
     """Write the costs of a layer, and the Triton kernels' block sizes if they were tuned. Raises OSError.
 
-    tried: the maximum tokens expected to fit into free memory; None if all sizes were.
+    tried: the maximum tokens that were expected to fit into free memory; None if all sizes were expected to fit.
     """
     path = file()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -66,8 +66,8 @@ def keep(costs: Costs, sizes: Tuning | None, tried: int | None = None) -> Path:
 def measuring() -> Iterator[bool]:
     """Lock on measuring for `file()`, which one process per machine holds at a time; the others wait.
 
-    Yields True with the lock, and False if another process still holds it after PATIENCE seconds. If the cache cannot
-    be written, there is no lock, and it yields True.
+    Yields True with the lock, and False if another process still holds the lock after PATIENCE seconds. If the cache
+    cannot be written, there is no lock, and the result is True.
     """
     path, deadline = file(), time.monotonic() + PATIENCE
     try:

@@ -100,7 +100,7 @@ class Plans:
         measured = {} if costs is None else {self.layer: Costs.of_json(costs)}
         self.policy = Policy(measured=measured)
         for block in self.blocks:
-            block.policy = self.policy
+            block.choice.policy = self.policy
 
     def _costs(self) -> dict[str, Any] | None:
         measured = self.policy.measured.get(self.layer)

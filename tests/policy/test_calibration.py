@@ -67,8 +67,9 @@ def behind(machine: Machine, costs, call: Call) -> float:
     engines += [] if call.training else [Engine.row]
     seconds = {engine: machine.seconds(call._replace(engine=engine)) for engine in engines}
     nonzeros, union = counts(call)
-    choose = costs.choose_training_engine if call.training else costs.choose_engine
-    return seconds[choose(call.tokens, nonzeros, union)] / min(seconds.values()) - 1
+    return (
+        seconds[costs.choose_engine(call.tokens, nonzeros, union, training=call.training)] / min(seconds.values()) - 1
+    )
 
 
 @pytest.mark.parametrize("firing", [Firing(0.0065), Firing(0.018, skew=0.7), Firing(0.05), Firing(0.15)])

@@ -7,7 +7,7 @@ import pytest
 from sparsellm.ops import Engine
 from sparsellm.policy import Policy
 from sparsellm.policy.choice import packaged
-from sparsellm.policy.costs import MARGIN, MOST_FOUND, TILE_MAX_NONZEROS, Cost, Costs, costs_at, whole_tiles
+from sparsellm.policy.costs import MARGIN, MOST_CACHED, TILE_MAX_NONZEROS, Cost, Costs, costs_at, whole_tiles
 
 K, N = 2048, 5632
 FORWARD = {
@@ -64,7 +64,7 @@ def test_beyond_a_border_that_is_the_largest_size_seconds_do_not_grow_as_across_
 
 
 def test_fewer_tokens_than_were_measured_are_for_dense():
-    assert COSTS.choose_training_engine(2047, 0, 0) == Engine.dense
+    assert COSTS.choose_engine(2047, 0, 0, training=True) == Engine.dense
     assert COSTS.choose_engine(0, 0, 0) == Engine.dense
 
 
@@ -92,9 +92,9 @@ def test_row_density_is_where_the_row_engine_stops_winning():
 
 def test_estimates_are_remembered_of_some_numbers_of_tokens():
     costs = Costs("cuda", K, N, FORWARD, TRAINING)
-    chosen = [costs.choose_engine(tokens, 10, 10) for tokens in range(2048, 2049 + MOST_FOUND)]
+    chosen = [costs.choose_engine(tokens, 10, 10) for tokens in range(2048, 2049 + MOST_CACHED)]
     assert set(chosen) == {Engine.tile}
-    assert len(costs._found) == 1  # forgotten, then the last one
+    assert len(costs._cache) == 1  # forgotten, then the last one
 
 
 def test_the_policy_goes_by_them_for_their_layer_alone():

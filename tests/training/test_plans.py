@@ -164,7 +164,7 @@ def test_a_run_decides_by_what_was_measured(measured):
     with fake(layers=1) as plans:
         plans.begin()
         assert plans.chosen_by() == "chosen by costs measured on this GPU model"
-        assert [block.policy for block in plans.blocks] == [plans.policy]  # validation chooses alike
+        assert [block.choice.policy for block in plans.blocks] == [plans.policy]  # validation chooses alike
         plans.after(1, counted([300], [5632]), COUNTS)  # the package's constants would choose dense
         plans.before(3)
         assert plans.engines == ["tile"]

@@ -2,7 +2,7 @@
 
 Letters: M tokens, K model width, N neurons, T tiles. `forward` and `backward` have the contracts of those in
 sparsellm.ops.cuda; the callers (sparsellm.ops.feedforward) have checked the inputs. Nothing here waits for the device.
-K and N are compiled into the kernels, M is not, so a new number of tokens compiles nothing.
+K and N are compiled into the kernels, but M is not, so a new number of tokens compiles nothing.
 
 The stages of the sparse engines, which differ only in the tokens per tile (tile: 128, row: 16):
 

@@ -1,6 +1,6 @@
 """Block sizes of the Triton kernels for each GPU.
 
-Block sizes affect results only through rounding, so a calibration may replace any of them (sparsellm.policy.block_sizes).
+Block sizes affect results only through rounding, so a calibration (sparsellm.policy.block_sizes) may replace them.
 """
 
 from functools import lru_cache
