@@ -5,14 +5,14 @@
     generator.text(["The water", "Why"], 64)                   # both continuations, as text
 
 Prompts of different lengths are padded for attention only: the feedforward layers compute and count real tokens alone.
-A decoding step is one CUDA graph (embedding, layers, head and sampling), so the host only launches it and reads the
-tokens of the previous step. The graph is captured after two eager steps, whose counts choose each layer's engine; it
-keeps these engines. What a layer computes is in sparsellm.inference.layer_forward.
+A decoding step is one CUDA graph (embedding, layers, head and sampling), so the host only launches the graph and reads
+the tokens of the previous step. The graph is captured after two eager steps, whose counts choose each layer's engine,
+and keeps these engines. sparsellm.inference.layer_forward computes the layers.
 
-Several threads may share one generator, with several streams active at once: each has its own memory and graphs until
-it ends or is dropped.
+Several threads may share one generator, with several streams active at once: each stream has its own memory and graphs
+until the stream ends or is dropped.
 
-Numerics: the weights of the embedding and of all matmuls are in `dtype`; matmuls and attention compute in it with
+Numerics: the weights of the embedding and of all matmuls are in `dtype`; matmuls and attention compute in `dtype` with
 float32 accumulation; residual stream, norms, rotation, softmax and sampling are float32. Letters: B sequences, R tokens
 of a call over all sequences, K model width, V vocabulary.
 """
@@ -39,7 +39,7 @@ CACHE_MULTIPLE = 64  # round positions up, so that prompts of similar length sha
 MOST_PROMPTS = 65_535  # per call: the limit of a kernel's grid
 UNCAPTURED_STEPS = 2  # eager steps of a new shape, whose counts choose the engines
 # Serializes threads on a GPU. A capture first synchronizes the device, which CUDA refuses during another capture.
-# Loading a kernel may synchronize too; prompts and the steps before a capture load kernels. Prompts also change a
+# Loading a kernel may synchronize too, and prompts and the steps before a capture load kernels. Prompts also change a
 # process-wide setting of PyTorch.
 ALONE = threading.Lock()
 
@@ -63,12 +63,10 @@ class Sampling(NamedTuple):
         if self.top_p < 1:
             ordered, tokens = logits.sort(-1, descending=True)
             chances = F.softmax(ordered, -1)
-            ordered = ordered.where(
-                chances.cumsum(-1) - chances < self.top_p, -torch.inf
-            )  # always keeps the most likely token
-            logits = torch.empty_like(logits).scatter_(-1, tokens, ordered)
-        # The Gumbel-max trick: argmax(logits - log E) with E ~ Exp(1) samples from the softmax. Unlike
-        # torch.multinomial it needs no host synchronization, so it can be captured.
+            kept = chances.cumsum(-1) - chances < self.top_p  # always includes the most likely token
+            logits = torch.empty_like(logits).scatter_(-1, tokens, ordered.where(kept, -torch.inf))
+        # The Gumbel-max trick: argmax(logits - log E) with E ~ Exp(1) samples from the softmax. The trick needs no host
+        # synchronization, unlike torch.multinomial, so it can be captured.
         return (logits - torch.empty_like(logits).exponential_(generator=generator).log_()).argmax(-1)
 
 
@@ -91,10 +89,6 @@ class Batch:
         self.steps = 0  # taken without a graph
         self.left: torch.cuda.Event | None = None  # after the last work of this memory's previous stream
 
-    def memory(self) -> tuple[Tensor, ...]:
-        """All its tensors."""
-        return self.keys, self.values, *self.tables, self.tokens, self.lengths
-
 
 class Generator:
     """Generates text with a decoder, which it takes over: without gradients, in one dtype, accelerated.
@@ -103,12 +97,12 @@ class Generator:
         decoder: The model, on its device.
         stop: Ids of tokens that end a sequence.
         tokenizer: Needed by `text` and `continuation` only.
-        dtype: Of the weight matrices and the key/value cache.
-        kernels: As `accelerate` takes it; None does not accelerate. SiLU models are never accelerated.
-        calibrate: As `accelerate` takes it.
+        dtype: The dtype of the weight matrices and the key/value cache.
+        kernels: An argument of `accelerate`; None does not accelerate. SiLU models are never accelerated.
+        calibrate: An argument of `accelerate`.
 
     Raises:
-        KernelsUnavailable: The Triton kernels do not run on this GPU. Dense models need them too.
+        KernelsUnavailable: The Triton kernels, which dense models need too, do not run on this GPU.
     """
 
     def __init__(
@@ -133,7 +127,7 @@ class Generator:
                 block.returns_statistics = False  # unused here
         self.layers = [layer for layer in decoder.layers if isinstance(layer, DecoderLayer)]
         self.merged = [layer_forward.Projection.of(layer.self_attn) for layer in self.layers]
-        self._idle: dict[tuple[int, int], Batch] = {}  # by size and positions; used by no active stream
+        self._idle: dict[tuple[int, int], Batch] = {}  # batches that no stream uses, by size and positions
 
     @classmethod
     def load(
@@ -247,15 +241,15 @@ class Generator:
         if batch is None:
             self._idle.clear()  # free idle memory before allocating a larger batch
             return Batch(self.config, size, room, self.device, self.dtype)
-        if batch.left is not None:  # perhaps by another thread, on an unordered stream
+        if batch.left is not None:  # another thread may have used the batch, on another CUDA stream
             stream = torch.cuda.current_stream(self.device)
             stream.wait_event(batch.left)
-            for tensor in batch.memory():
-                tensor.record_stream(stream)  # not reused before this stream's work is done
+            for tensor in (batch.keys, batch.values, *batch.tables, batch.tokens, batch.lengths):
+                tensor.record_stream(stream)  # the allocator then reuses no memory before this stream's work is done
         return batch
 
     def _leave(self, batch: Batch) -> None:
-        """Keep this memory and its graphs for the next stream of its size, and drop those of other batches."""
+        """Keep the memory and graphs of `batch` for the next stream of its size, and drop those of other batches."""
         if self.device.type == "cuda":
             batch.left = torch.cuda.current_stream(self.device).record_event()
         self._idle = {(batch.keys.shape[1], batch.keys.shape[2]): batch}
@@ -284,7 +278,7 @@ class Generator:
         return ALONE if self.device.type == "cuda" else nullcontext()
 
     def _embedded(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """tokens [R] -> (residual stream [R, K] float32, the pending addend: zeros in the dtype of the matmuls)."""
+        """tokens [R] -> (residual stream [R, K] float32, the pending addend: zeros in the dtype of the matmuls)"""
         x = self.decoder.embed_tokens(tokens)
         return x.float(), torch.zeros_like(x)
 
@@ -304,7 +298,7 @@ class Generator:
             graph = torch.cuda.CUDAGraph()
             graph.register_generator_state(batch.generator)
             stream = torch.cuda.Stream(self.device)
-            # thread_local: other threads may still do what a capture forbids, such as allocating memory.
+            # thread_local: other threads may still allocate memory and do other things that a capture forbids.
             with ALONE, torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 self._decode(batch, sampling)
             batch.graphs[sampling] = graph
@@ -321,7 +315,8 @@ class Generator:
         batch.lengths.add_(1)
 
     def _send(self, batch: Batch) -> Any:
-        """Start copying the newest tokens to the host. Returns a function that waits for them and returns them."""
+        """Start copying the newest tokens to the host. Returns a function that waits for the copy and returns the
+        tokens."""
         if self.device.type != "cuda":
             tokens = batch.tokens.tolist()
             return lambda: tokens

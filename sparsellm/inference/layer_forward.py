@@ -1,11 +1,11 @@
 """The decoder's layers during generation: for prompts, and for one token per sequence.
 
-On a GPU each is a few kernel launches, without torch.compile, whose compile time exceeds what it saves in one text.
-Pointwise work between the matmuls, and the matmuls of a single token, are Triton kernels (sparsellm.ops.triton). On a
-CPU, PyTorch's operators compute the same.
+On a GPU each layer is a few kernel launches, without torch.compile, which takes longer to compile than it saves in one
+text. Triton kernels (sparsellm.inference.kernels) compute the pointwise work between the matmuls, and the matmuls of a
+single token. On a CPU, PyTorch's operators compute the same.
 
-The residual stream is passed as two parts: x, and the previous layer's output y, not yet added. So one kernel computes
-the sum and the following norm, and for a single token the following matmul too.
+The residual stream is passed as two parts: x, and the previous layer's output y, which is still to be added. So one
+kernel computes the sum and the following norm, and for a single token the following matmul too.
 
 Letters: B sequences, R tokens of a call over all sequences, T length of the longest, S cache positions, K model width,
 H heads of width D, H_kv key/value heads, each shared by H / H_kv query heads. Numerics: sums, norms, rotation and
@@ -69,8 +69,7 @@ class Places(NamedTuple):
         """lengths [B] int64. longest, tokens: T and R, passed so that the host need not wait for the device."""
         ends, padded = lengths.cumsum(0), None
         if tokens < len(lengths) * longest:
-            # Sequence b starts at b T when padded, and at the sum of earlier lengths when packed. The difference is its
-            # shift.
+            # Sequence b starts at b T when padded, and at the sum of the earlier lengths when packed.
             shifts = torch.arange(len(lengths), device=lengths.device) * longest - (ends - lengths)
             padded = torch.arange(tokens, device=lengths.device)
             padded += shifts.repeat_interleave(lengths, output_size=tokens)
@@ -91,8 +90,8 @@ def of_prompts(
 def of_step(
     layer: DecoderLayer, merged: Projection, x: Tensor, y: Tensor, tables: Tables, lengths: Tensor, caches: Caches
 ) -> tuple[Tensor, Tensor]:
-    """One layer on one token per sequence: x and y [B, K] -> x and y after the layer. Appends to the caches, which hold
-    `lengths` [B] int64 positions."""
+    """One layer on one token per sequence: x and y [B, K] -> x and y after the layer. Appends a position to the caches,
+    which hold `lengths` [B] int64 positions."""
     x, heads = _heads(layer, merged, x, y)
     return _after_attention(layer, x, _attend(layer.self_attn, heads, tables, lengths, caches))
 
@@ -109,10 +108,10 @@ def sum_norm(x: Tensor, y: Tensor, norm: RMSNorm, dtype: torch.dtype) -> tuple[T
 
 @contextmanager
 def attention_of_any_shape(device: torch.device) -> Iterator[None]:
-    """Disable cuDNN's attention, which PyTorch prefers on Hopper: it costs 43 ms of host time for each new shape, and
-    prompts have many shapes. For a repeated shape it would be faster: 0.67 ms instead of 1.22 ms per layer for 16
-    prompts of 2,000 tokens. The setting is process-wide: threads must take turns, and other attention calls go without
-    cuDNN in the meantime.
+    """Disable cuDNN's attention, which PyTorch prefers on Hopper but which costs 43 ms of host time for each new shape:
+    prompts have many shapes. For a repeated shape, cuDNN would be faster (0.67 ms instead of 1.22 ms per layer for 16
+    prompts of 2,000 tokens). The setting is process-wide, so threads must take turns, and attention calls elsewhere in
+    the process run without cuDNN in the meantime.
     """
     if device.type != "cuda":
         yield
@@ -162,7 +161,7 @@ def _positioned(attention: Attention, heads: Tensor, cos: Tensor, sin: Tensor) -
     q, k, v = heads.split(attention.heads, -2)
     if attention.q_norm is not None:
         return *attention.positioned(q, k, cos, sin), v
-    rotated = rotate(heads[..., : -v.shape[-2], :], cos, sin).to(heads.dtype)  # both at once: half as many launches
+    rotated = rotate(heads[..., : -v.shape[-2], :], cos, sin).to(heads.dtype)  # q and k at once: half as many launches
     return *rotated.split(attention.heads[:2], -2), v
 
 
@@ -177,8 +176,8 @@ def _placed(attention: Attention, heads: Tensor, tables: Tables, places: Places,
     """heads [R, H + 2 H_kv, D] of prompts -> rotated queries [B, T, H, D]. Writes keys and values to the first T
     positions of the caches.
 
-    Positions past a sequence's end are zeroed, in the caches too. No token attends to them, but attention multiplies
-    them by zero, and memory reused from an earlier stream might hold NaN.
+    Positions past a sequence's end are set to zero, in the caches too. No token attends to such positions, but
+    attention multiplies their values by zero, which gives NaN if memory of an earlier stream holds NaN.
     """
     if by_kernels(heads):
         from sparsellm.inference.kernels.prompts import place
@@ -207,13 +206,14 @@ def _attend(attention: Attention, heads: Tensor, tables: Tables, lengths: Tensor
     rows, positions = (torch.arange(n, device=heads.device) for n in keys.shape[:2])
     keys[rows, lengths], values[rows, lengths] = k, v
     there = positions <= lengths[:, None]
-    # Query heads that share a key head take the place of several query positions: [B, H_kv, H / H_kv, D].
+    # The query heads that share a key head are passed as if they were query positions: [B, H_kv, H / H_kv, D].
     queries, past = q.unflatten(1, (keys.shape[2], -1)), (keys.transpose(1, 2), values.transpose(1, 2))
     return F.scaled_dot_product_attention(queries, *past, attn_mask=there[:, None, None]).flatten(1, 2)
 
 
 def _after_attention(layer: DecoderLayer, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """(x [R, K] + the projected attention output y [R, H, D], the feedforward block's output [R, K], not yet added)."""
+    """x [R, K], attention output y [R, H, D] -> (x + the projected y, the feedforward block's output [R, K], which is
+    still to be added)"""
     norm, block = layer.post_attention_layernorm, layer.mlp
     y = _product(y.flatten(1), layer.self_attn.o_proj.weight)
     if isinstance(block, SparseFeedForward):

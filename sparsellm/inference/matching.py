@@ -3,7 +3,7 @@
     gated      down(relu(gate(x)) * up(x))    children gate_proj, up_proj, down_proj and act_fn, as in Llama
     non-gated  down(relu(up(x)))              the same without gate_proj, as in Arcee
 
-Everything else is refused by name: other activations, biases, extra children or tensors, hooks, linears that are not
+All other blocks are refused by name: other activations, biases, extra children or tensors, hooks, linears that are not
 plain nn.Linear. A block with the right children may still compute something else, such as scaling or clipping, so each
 block is also tested on random tokens.
 """
@@ -16,17 +16,17 @@ from torch import Tensor, nn
 
 from sparsellm.model.decoder import GatedFeedForward, NonGatedFeedForward, SiluFeedForward
 from sparsellm.ops import MAX_COLUMNS, MULTIPLE, feedforward
+from sparsellm.ops.feedforward import DTYPES
 
 OWN = (GatedFeedForward, NonGatedFeedForward)  # without act_fn; they return y and statistics
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 # Relative tolerance for a few bfloat16 operations, each with a rounding error of up to 0.4%.
 PROBE_TOKENS, PROBE_TOLERANCE = 8, 0.05
 
 
 def feedforward_blocks(model: nn.Module) -> list[nn.Module]:
-    """The feedforward blocks inside `model`. Raises ValueError for the first one that the operator does not compute,
-    and for a model without any."""
+    """The feedforward blocks inside `model`. Raises ValueError for the first block that the operator does not compute,
+    and for a model without blocks."""
     found = []
     for name, module in model.named_modules():
         if not name or not {"up_proj", "down_proj"} <= module._modules.keys():

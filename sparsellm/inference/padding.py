@@ -1,18 +1,18 @@
 """Padding in accelerated Hugging Face models: tokens hidden by the attention mask fire no neurons.
 
 Prompts of unequal lengths are padded on the left, and every layer computes the padding too. A padding token attends to
-nothing, not even itself, and nothing depends on it. But it would fire many neurons, as the first token of a text does;
-the sparse engines would compute them, and layers would choose their engines from counts of padding.
+nothing, not even itself, and no other token depends on it. But padding would fire many neurons, as the first token of a
+text does: the sparse engines would compute these neurons, and layers would choose their engines from counts of padding.
 
-So the embeddings of hidden tokens are set to zero before the first layer. Norms and bias-free matmuls keep zeros at
-zero. The attention output of a token that attends to nothing depends on the kernel: zeros on a CPU, a mean of all
-values in some CUDA kernels. So each layer's attention output is set to zero for these tokens too. A row of zeros fires
-nothing: it costs a sparse engine nothing after the gate GEMM and adds to no count. Other tokens keep every bit.
-Float masks, as in transformers' "eager" attention, do not identify hidden tokens, so there padding fires; so does
-padding on the right, which attends to the text.
+So the embeddings of hidden tokens are set to zero before the first layer. Norms and bias-free matmuls map zeros to
+zeros. The attention output of a token that attends to nothing depends on the kernel: zeros on a CPU, a mean of all
+values in some CUDA kernels. So each layer's attention output is set to zero for hidden tokens too. A row of zeros fires
+no neuron, so the row costs a sparse engine nothing after the gate GEMM and adds to no count. Other tokens keep every
+bit. Two kinds of padding still fire: float masks, as in transformers' "eager" attention, do not identify hidden tokens,
+and padding on the right attends to the text.
 
-The host waits for nothing, and shapes stay the same for compiled models. Only calls without gradients are changed, and
-not calls of one token per sequence (decoding), which contain no padding.
+The host never waits, and shapes stay the same for compiled models. Calls with gradients are not changed, nor are calls
+of one token per sequence (decoding), which contain no padding.
 """
 
 from inspect import signature
@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 
 def spare_padding(model: nn.Module) -> None:
-    """Make each stack of layers inside `model` start from zeros for padding. A stack is recognised by its arguments:
-    `input_ids` with `attention_mask`, or `inputs_embeds`."""
+    """Make each stack of layers inside `model` start from zeros for padding. A stack is a module with `embed_tokens`
+    whose forward takes `inputs_embeds`."""
     for module in model.modules():
         if "embed_tokens" in module._modules and "inputs_embeds" in signature(module.forward).parameters:
             module.register_forward_pre_hook(_with_zeros, with_kwargs=True)
@@ -59,8 +59,8 @@ def _with_zeros(stack: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[
 
 
 def _giving_zeros(_attention: nn.Module, _args: tuple, kwargs: dict[str, Any], output: Any) -> tuple | None:
-    """The output of a layer's attention, [B, T, K] and others, zeroed for tokens that attend to nothing by its mask,
-    bool [B or 1, 1, T, S]."""
+    """The output of a layer's attention, [B, T, K] and others, with zeros for the tokens that attend to nothing
+    according to the attention mask, bool [B or 1, 1, T, S]."""
     mask = kwargs.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[-2] == 1:
         return None
@@ -74,12 +74,12 @@ def _seen(mask: Tensor | dict[str, Tensor | None], length: int, before: int | Te
     """bool [B or 1, T]: whether each of the T tokens of a call attends to any token; None if unknown. Masks are
     [B, S] of zeros and ones, or bool [B or 1, 1, T, S] as for a static cache, alone or in a dict by layer type.
     `before`: tokens in the cache; a static cache keeps their number on the device."""
-    if isinstance(mask, dict):  # any layer type's mask will do: padding attends to nothing in all of them
+    if isinstance(mask, dict):  # the mask of any layer type will do, because padding attends to nothing in all of them
         first = next(iter(mask.values()), None)
         return None if first is None else _seen(first, length, before)
     if mask.dim() == 2:
-        # Columns count from the first token of the cache. There may be more columns than tokens so far, with a static
-        # cache or a prompt computed in pieces; columns after the last token are hidden.
+        # Column 0 is the first token of the cache. With a static cache, or a prompt computed in pieces, the mask may
+        # have more columns than there are tokens so far; columns after the last token are hidden.
         before = before.to(mask.device) if isinstance(before, Tensor) else before
         columns = torch.arange(length, device=mask.device) + before
         return mask.bool()[:, columns.clamp(max=mask.shape[1] - 1)] & (columns < mask.shape[1])

@@ -36,7 +36,8 @@ def fake(*overrides, layers=2):
 
 
 def plans_of(*overrides, layers=2):
-    decoder = SimpleNamespace(layers=[SimpleNamespace(mlp=SimpleNamespace(choice=SimpleNamespace())) for _ in range(layers)])
+    mlps = [SimpleNamespace(choice=SimpleNamespace()) for _ in range(layers)]
+    decoder = SimpleNamespace(layers=[SimpleNamespace(mlp=mlp) for mlp in mlps])
     config = small_config(*LARGE, *overrides)
     made = Plans(
         config.model,

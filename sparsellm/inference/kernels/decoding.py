@@ -1,9 +1,9 @@
-"""Decoding kernels for one token per sequence, except the feedforward operator: attention fused with everything before
-it, and, for a single sequence, every matmul of a layer fused with the operations around it.
+"""Decoding kernels for one token per sequence, except the feedforward operator: attention fused with the norms, the
+rotation and the cache update before it, and, for a single sequence, every matmul fused with the operations around it.
 
-Kernels for one token take about as long as their launch. So there are few of them, and each starts before the previous
+A kernel for one token takes about as long as its launch. So there are few kernels, and each starts before the previous
 one ends: matmuls prefetch their weights, which are constant during generation, and attention prefetches cache entries
-of earlier steps; only then do they wait for their input.
+of earlier steps. After the prefetch, a kernel waits for its input.
 
 Letters: B sequences, S positions of the cache, H heads of width D, H_kv key/value heads, each shared by H / H_kv query
 heads, K columns and N rows of a matrix. Numerics: norms, rotation, scores and sums are float32; normalised inputs,
@@ -28,13 +28,13 @@ FEW = 132  # programs: one per multiprocessor of an H100
 SPLIT = 1024  # cache positions per split, up to 2 FEW programs or MOST_SPLITS
 MOST_SPLITS = 32  # split counts are powers of two, so that few kernel variants are built
 THREAD = 128  # bytes of matrices per thread and step of `matrix_vector`
-ROWS = 4  # most rows of each matrix per program and step
-WARPS = 16 * FEW  # most warps in total: each program reads the whole vector, which costs as much as one or two rows
+ROWS = 4  # maximum rows of each matrix per program and step
+WARPS = 16 * FEW  # maximum warps in total, because each program reads the whole vector, which costs one or two rows
 
 
 @triton.jit
 def turned(first, second, i, inside, weight, cos, sin, eps, D: tl.constexpr, NORMED: tl.constexpr):
-    """Both halves [..., D / 2] float32 of heads, normalised if NORMED, and rotated."""
+    """Both halves [..., D / 2] float32 of heads, rotated, after a norm if NORMED."""
     if NORMED:
         squares = tl.sum(first * first + second * second, 1)[:, None]
         factor = tl.rsqrt(squares / D + eps)
@@ -62,8 +62,8 @@ def attend(
 
     positions: S. SCALE: scale of scores times log2(e). SHARING, HALF: powers of two, at least H / H_kv and D / 2.
     FETCHING: prefetch the first cache entries to L2 while the previous kernel ends. Program (b, h, split): the query
-    heads of one key head. Split 0 also computes the new token, from registers; no program of this launch reads what it
-    stores. A split without positions writes zeros and -inf.
+    heads of one key head. Split 0 also computes the new token, from registers, because no program may read what another
+    program of the same launch stores. A split without positions writes zeros and -inf.
     """
     b, h, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     HEADS: tl.constexpr = H // H_KV
@@ -75,7 +75,7 @@ def attend(
     dtype: tl.constexpr = heads.dtype.element_ty
     first = (b * positions) * (H_KV * D) + h * D
     part = tl.cdiv(tl.cdiv(length, SPLITS), POSITIONS) * POSITIONS
-    if EARLY:  # lengths and the prefetched entries are from earlier steps: no kernel of this step writes them
+    if EARLY:  # reads only lengths and entries of earlier steps, which no kernel of this step writes
         if FETCHING:
             LINE: tl.constexpr = 128 * 8 // dtype.primitive_bitwidth
             soon = first + tl.minimum(split * part + step, tl.maximum(length - 1, 0)).to(tl.int64) * (H_KV * D)
@@ -113,7 +113,7 @@ def attend(
 
     end = tl.minimum(length, (split + 1) * part)
     of_keys, of_values = keys + first + i[:, None], values + first + whole[None, :]
-    if EARLY:  # not earlier: the next kernel's prefetch of weights would delay the loads above
+    if EARLY:  # after the loads above, which the next kernel's prefetch of weights would delay
         tl.extra.cuda.gdc_launch_dependents()
     for start in range(split * part, end, POSITIONS):
         there = start + step < end
@@ -155,7 +155,7 @@ def attend_to_the_past(
     heads: Tensor, norms: Norms | None, cos: Tensor, sin: Tensor, lengths: Tensor, keys: Tensor, values: Tensor
 ) -> Tensor:
     """heads [B, H + 2 H_kv, D] (queries, keys and values) -> [B, H, D]. The caches `keys` and `values` [B, S, H_kv, D]
-    hold `lengths` [B] int64 positions, fewer than S; this position is appended in place.
+    hold `lengths` [B] int64 positions, fewer than S; the keys and values of `heads` are appended in place.
 
     norms: see `Norms`. cos, sin: tables [S, D] float32; only the first half of each row is read, because the second
     repeats it. All are contiguous.
@@ -200,8 +200,8 @@ def matrix_vector(
     """out [N] = act(weight [N, K] a + bias) * (up [N, K] a), where a [K] is x, or both = x + y, or the RMS norm of
     either. Unused arguments are None. COLUMNS: a power of two, at least K.
 
-    A program computes ROWS rows in each of `steps` steps and loads the next step's rows before it multiplies. Each
-    program normalises redundantly while its first rows arrive; the first program writes `both`.
+    A program computes ROWS rows in each of `steps` steps and loads the next step's rows before it multiplies. Every
+    program computes the norm for itself while its first rows arrive; the first program writes `both`.
     """
     k, row = tl.arange(0, COLUMNS), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     within = k < K

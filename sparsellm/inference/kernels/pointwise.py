@@ -1,5 +1,5 @@
-"""Pointwise kernels between the matmuls of a layer in inference: a sum fused with the following norm, and the
-activated gate times up; and how a kernel starts before the previous one ends (programmatic dependent launch).
+"""Pointwise kernels between the matmuls of a layer in inference: a sum fused with the following norm, and act(gate) *
+up. Also programmatic dependent launch, by which a kernel starts before the previous kernel ends.
 
 Letters: R tokens of a call, K model width, N neurons. Numerics: sums, norms and activations are float32; normalised
 inputs, the activated gate and its product are rounded to the dtype of the weights, as PyTorch's operators round them.
@@ -21,17 +21,17 @@ BLOCK = 2048  # elements per program of `gated`
 
 @triton.jit
 def await_kernel_ahead(EARLY: tl.constexpr):
-    """Wait until all previous kernels have ended, then let the next kernel start, which can then rely on that too."""
+    """Wait until all previous kernels have ended, then let the next kernel start."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
 
 def early(device: torch.device) -> dict[str, bool]:
-    """Launch options for a kernel that calls `await_kernel_ahead`: it starts before the previous kernel ends if the GPU
-    supports programmatic dependent launch. Before that call the kernel must not write, and may read only what no kernel
-    writes or what was written before the last kernel that did not start early. Every kernel that starts early makes
-    such a call, including those of `kernels/`, so when a kernel has ended, all kernels before it have too."""
+    """Launch options for a kernel that calls `await_kernel_ahead`: the kernel starts before the previous kernel ends if
+    the GPU supports programmatic dependent launch. Before the call, the kernel must not write, and may read only memory
+    that no kernel writes or that was written before the last kernel that did not start early. Every kernel that starts
+    early waits in this way, including those of `kernels/`, so all kernels before a kernel that has ended have ended."""
     return {"EARLY": True, "launch_pdl": True} if _starts_early(device) else {"EARLY": False}
 
 
@@ -49,8 +49,7 @@ def padded(length: int) -> int:
 def normed_sum(
     x, y, weight, both, normed, EPS: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
-    """both [R, K] = x + y, and normed [R, K] = norm(x + y). COLUMNS: a power of two, at least K. One row per
-    program."""
+    """both [R, K] = x + y, and normed [R, K] = norm(x + y). COLUMNS: a power of two, at least K. Program i: row i."""
     k = tl.arange(0, COLUMNS)
     within, at = k < K, tl.program_id(0).to(tl.int64) * K + k
     scale = tl.load(weight + k, mask=within, other=0.0)

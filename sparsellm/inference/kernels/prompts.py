@@ -70,7 +70,7 @@ def place(
     keys: Tensor, values: Tensor,
 ) -> Tensor:  # fmt: skip
     """heads [R, H + 2 H_kv, D] (queries, keys and values) -> rotated queries [B, T, H, D]. Writes the first T positions
-    of the caches `keys` and `values` [B, S, H_kv, D] in place. All three are zero past a sequence's end.
+    of the caches `keys` and `values` [B, S, H_kv, D] in place. Queries and caches are zero past a sequence's end.
 
     norms: RMS norm weights of queries and keys, and epsilon. cos, sin: tables [S, D] float32; only the first half of
     each row is read, because the second repeats it. ends, lengths [B] int64: end of each sequence among the R tokens,
