@@ -125,6 +125,8 @@ class Costs(LayerCosts):
 
     forward: BySize
     training: BySize  # forward and backward
+    # The maximum tokens that were expected to fit into free memory when these costs were measured; None: all sizes.
+    tried: int | None = field(default=None, compare=False)
 
     def estimates(self, tokens: int, training: bool) -> dict[Engine, Estimate]:
         most = {Engine.tile: TILE_MAX_NONZEROS * tokens}
@@ -148,7 +150,8 @@ class Costs(LayerCosts):
         for sizes in (forward, training):
             if not sizes or any(Engine.dense not in by for by in sizes.values()):
                 raise ValueError("the dense engine has no cost at some token count")
-        return cls(values["kernels"], int(values["width"]), int(values["neurons"]), forward, training)
+        layer = int(values["width"]), int(values["neurons"])
+        return cls(values["kernels"], *layer, forward, training, values.get("tried"))
 
 
 def whole_tiles(tokens: int) -> int:

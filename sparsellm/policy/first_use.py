@@ -7,6 +7,7 @@ Only one process per machine measures at a time; the other processes wait and th
 Global random states are not changed (a Layer has its own generator), and all memory is released afterwards.
 """
 
+import dataclasses
 import sys
 import time
 from collections.abc import Iterable
@@ -61,7 +62,7 @@ def _is_missing(layer: Shape, found: dict[Shape, Costs], device: torch.device) -
     """Whether such layers have no costs for this GPU, or costs for fewer token counts than fit into memory now."""
     if layer not in found:
         return not is_shipped(backend.loaded() or "cuda", *layer)
-    tried = store.tried(*layer)
+    tried = found[layer].tried
     return tried is not None and _largest_that_fits(*layer, device) > tried
 
 
@@ -87,9 +88,10 @@ def _measure(
         costs = before
     if before is not None and max(before.forward) >= max(costs.forward):
         costs = before
+    costs = dataclasses.replace(costs, tried=None if most == largest else most)
     seconds = time.perf_counter() - started
     try:
-        kept = f"cached in {store.keep(costs, None, None if most == largest else most)}"
+        kept = f"cached in {store.keep(costs, None)}"
     except OSError as error:
         kept = f"not cached, because the cache cannot be written ({error})"
     reached = max(costs.forward)

@@ -2,7 +2,6 @@
 
     keep(...)          add the measured costs of a layer to the cache file
     kept(layers)       read the cached costs of these layers
-    tried(...)         the maximum tokens that fit into memory when a layer was measured
     measuring()        lock, so that only one process per machine measures at a time
     file()             ~/.cache/sparsellm/calibrations/GPU-KERNELS-VERSION.json
 
@@ -45,17 +44,14 @@ def file() -> Path:
     return build.cache() / "calibrations" / f"{name}-{backend.loaded()}-{_version()}.json"
 
 
-def keep(costs: Costs, sizes: Tuning | None, tried: int | None = None) -> Path:
-    """Write the costs of a layer, and the Triton kernels' block sizes if they were tuned. Raises OSError.
-
-    tried: the maximum tokens that were expected to fit into free memory; None if all sizes were expected to fit.
-    """
+def keep(costs: Costs, sizes: Tuning | None) -> Path:
+    """Write the costs of a layer, and the Triton kernels' block sizes if they were tuned. Raises OSError."""
     path = file()
     path.parent.mkdir(parents=True, exist_ok=True)
     with regular.to_write(path.with_suffix(".lock"), "w") as lock:  # two layers may be measured at the same time
         locks.take(lock)
         values: dict[str, Any] = (_read(path) if path.is_file() else None) or {"layers": {}, "block_sizes": None}
-        values["layers"][_name(costs.width, costs.neurons)] = {**costs.as_json(), "tried": tried}
+        values["layers"][_name(costs.width, costs.neurons)] = {**costs.as_json(), "tried": costs.tried}
         if sizes is not None:
             values["block_sizes"] = list(sizes)
         write_sealed(path, values)
@@ -96,14 +92,6 @@ def kept(layers: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Costs]:
         tuning.use(block_sizes(values["block_sizes"]), torch.device("cuda", torch.cuda.current_device()))
     by_name = values["layers"]
     return {layer: Costs.of_json(by_name[_name(*layer)]) for layer in layers if _name(*layer) in by_name}
-
-
-def tried(width: int, neurons: int) -> int | None:
-    """The maximum tokens that fit into memory when the cached costs of such a layer were measured; None: all sizes."""
-    path = file()
-    values = (_read(path) if path.is_file() else None) or {"layers": {}}
-    found: int | None = values["layers"].get(_name(width, neurons), {}).get("tried")
-    return found
 
 
 def block_sizes(values: list[Any]) -> Tuning:

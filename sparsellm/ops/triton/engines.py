@@ -198,7 +198,7 @@ def tile_saved_bytes(m: int, n: int, room: int, gated: bool) -> int:
     """The bytes that `forward` by the tile engine saves for backward, in bfloat16."""
     if not m:
         return 0
-    return _length(m, n, gated, _capacity(m, n, room), TOKENS, orders(m, True), torch.bfloat16) + int(Engine.tile)
+    return _length(_layout(m, n, gated, _capacity(m, n, room), TOKENS, orders(m, True), torch.bfloat16))
 
 
 # Stages.
@@ -312,10 +312,10 @@ def _capacity(m: int, n: int, room: int) -> int:
     return _rounded(borders.capacity(m, n, room), ARRAY_ALIGNMENT)
 
 
-def _layout(
-    m: int, n: int, gated: bool, capacity: int, tile: int, ordered: bool, dtype: torch.dtype
-) -> list[tuple[tuple[int, ...], torch.dtype, int]]:
-    """(shape, dtype, bytes) of each array of Kept."""
+Layout = list[tuple[tuple[int, ...], torch.dtype, int]]  # (shape, dtype, bytes) of each array of Kept
+
+
+def _layout(m: int, n: int, gated: bool, capacity: int, tile: int, ordered: bool, dtype: torch.dtype) -> Layout:
     pitch, count = _rounded(n, PITCH_MULTIPLE), tiles(m, tile)
     positions = m if ordered else 0
     shapes: list[tuple[tuple[int, ...], torch.dtype]] = [
@@ -328,37 +328,37 @@ def _layout(
     return [(shape, of, _rounded(math.prod(shape) * of.itemsize, ARRAY_ALIGNMENT)) for shape, of in shapes]
 
 
-def _length(*shape: Any) -> int:
-    return sum(size for *_, size in _layout(*shape))
+def _length(layout: Layout) -> int:
+    """The bytes of a saved buffer. The remainder modulo ARRAY_ALIGNMENT identifies the engine (cuda.engine_of)."""
+    return sum(size for *_, size in layout) + int(Engine.tile)
+
+
+def _arrays(saved: Tensor, layout: Layout) -> Kept:
+    found, at = [], 0
+    for shape, dtype, size in layout:
+        found.append(saved[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(shape))
+        at += size
+    return Kept(*found)
 
 
 def _kept(x: Tensor, n: int, gated: bool, capacity: int, tile: int, saving: bool) -> tuple[Kept, Tensor]:
     """(the arrays of a new buffer; the buffer itself, or an empty one unless `saving`)"""
-    ordered = tile == TOKENS and orders(len(x), saving)
-    length = _length(len(x), n, gated, capacity, tile, ordered, x.dtype) + int(Engine.tile)
-    saved = x.new_empty(length, dtype=torch.uint8)
-    return _arrays(saved, x, n, gated, capacity, tile, ordered), saved if saving else saved.new_empty(0)
+    layout = _layout(len(x), n, gated, capacity, tile, tile == TOKENS and orders(len(x), saving), x.dtype)
+    saved = x.new_empty(_length(layout), dtype=torch.uint8)
+    return _arrays(saved, layout), saved if saving else saved.new_empty(0)
 
 
 def _found(saved: Tensor, x: Tensor, n: int, gated: bool) -> Kept:
     """The arrays of a buffer that `forward` filled. Raises ValueError for a buffer of another length."""
     ordered = orders(len(x), True)
-    fixed = _length(len(x), n, gated, 0, TOKENS, ordered, x.dtype) + int(Engine.tile)
+    fixed = _length(_layout(len(x), n, gated, 0, TOKENS, ordered, x.dtype))
     capacity, left = divmod(saved.numel() - fixed, x.dtype.itemsize * (2 if gated else 1))
     if capacity < 0 or left or capacity % ARRAY_ALIGNMENT:
         raise ValueError(
             f"saved has {saved.numel():,} bytes: it should have {fixed:,} bytes plus {x.dtype.itemsize} per nonzero"
             f" (twice that if gated), for {len(x):,} tokens and {n:,} neurons"
         )
-    return _arrays(saved, x, n, gated, capacity, TOKENS, ordered)
-
-
-def _arrays(saved: Tensor, x: Tensor, n: int, gated: bool, capacity: int, tile: int, ordered: bool) -> Kept:
-    found, at = [], 0
-    for shape, dtype, size in _layout(len(x), n, gated, capacity, tile, ordered, x.dtype):
-        found.append(saved[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(shape))
-        at += size
-    return Kept(*found)
+    return _arrays(saved, _layout(len(x), n, gated, capacity, TOKENS, ordered, x.dtype))
 
 
 # The dense engine.
