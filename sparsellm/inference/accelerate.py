@@ -1,10 +1,8 @@
 """Accelerates inference: computes the feedforward blocks of a loaded model with the sparse kernels.
 
-    accelerate(model)    switch every block to the operator of sparsellm.ops; weights, names, state_dict are unchanged
-    restore(model)       put the model's own blocks back
-
-Both work on our Decoder and on Hugging Face models with the blocks that sparsellm.inference.matching describes: Llama,
-Qwen or Mistral with hidden_act relu, Arcee with relu. Results differ from the original model's by rounding only.
+`accelerate` works on our Decoder and on Hugging Face models with the blocks that sparsellm.inference.matching
+describes: Llama, Qwen or Mistral with hidden_act relu, Arcee with relu. Results differ from the original model's by
+rounding only. Weights, names and state_dict stay the same.
 
 Each block chooses the engine of a call (dense, row or tile) from the counts of its earlier calls
 (inference/engine_choice.py) and from the costs of the engines on this GPU model. If the costs are not known for layers

@@ -1,11 +1,5 @@
 """Which kernels compute in this process: the CUDA kernels, for Hopper, or those in Triton, for any CUDA GPU.
 
-    load(kernels)   "cuda" or "triton", or "auto": those of this GPU; raises KernelsUnavailable where they do not run
-    available()     whether load("auto") works here, and if not why; says so once on rank 0
-    loaded()        "cuda" or "triton" once `load` has succeeded in this process, else None
-    driver()        the module whose forward and backward run the kernels; None while none are loaded
-    check(kernels)  raises KernelsUnavailable if load(kernels) would, as far as can be known without loading anything
-
 One process uses one kind of kernels, because the tensors saved for backward differ between kinds.
 """
 
@@ -33,7 +27,8 @@ def of_this_machine() -> str:
 
 
 def load(kernels: str = "auto") -> None:
-    """Raises KernelsUnavailable where the kernels do not run, and ValueError where this process has loaded others."""
+    """Load the kernels "cuda" or "triton", or, with "auto", those of this GPU. Raises KernelsUnavailable if they do not
+    run here, and ValueError if this process has loaded the other kernels."""
     global _triton
     if kernels == "auto":
         kernels = loaded() or of_this_machine()
@@ -70,12 +65,14 @@ def available() -> tuple[bool, str]:
 
 
 def loaded() -> str | None:
+    """The kernels that this process has loaded, "cuda" or "triton", else None."""
     if _triton is not None:
         return "triton"
     return "cuda" if build.loaded() else None
 
 
 def check(kernels: str) -> None:
+    """Raise KernelsUnavailable if `load(kernels)` would, as far as can be known without loading anything."""
     if (of_this_machine() if kernels == "auto" else kernels) == "cuda":
         return build.check()
     from sparsellm.ops.triton import device
@@ -84,4 +81,5 @@ def check(kernels: str) -> None:
 
 
 def driver() -> ModuleType | None:
+    """The module whose forward and backward run the loaded kernels; None if none are loaded."""
     return _triton or (cuda if build.loaded() else None)

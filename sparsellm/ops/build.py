@@ -1,14 +1,13 @@
 """Finds or builds the library of the CUDA kernels, and loads it.
 
-    load()       makes torch.ops.sparsellm_cuda.* callable, building first if need be; raises KernelsUnavailable
-    loaded()     whether load() has succeeded in this process; never builds
-    library()    the library to load, the first that exists of:
-                   1. the library that SPARSELLM_KERNELS names, a file or its folder; an unusable one is an error
-                   2. the library in the installed package, if it was built from the package's sources
-                   3. the library in the cache
-                   4. a new library, built into the cache; only this step needs nvcc, and none needs a GPU
-    python -m sparsellm.ops.build [FOLDER]  (make kernels, make wheel) builds ahead of time, reports each kernel's
-                 resources, and copies the library into FOLDER
+`load` takes the first library that exists of these:
+    1. the library that SPARSELLM_KERNELS names, a file or its folder; an unusable one is an error
+    2. the library in the installed package, if it was built from the package's sources
+    3. the library in the cache
+    4. a new library, built into the cache; only this step needs nvcc, and none needs a GPU
+
+`python -m sparsellm.ops.build [FOLDER]` (make kernels, make wheel) builds ahead of time, reports each kernel's
+resources, and copies the library into FOLDER.
 
 The cache is ~/.cache/sparsellm/kernels/<build ID>/ (SPARSELLM_CACHE_DIR replaces ~/.cache/sparsellm). A build runs in a
 temporary folder, which is renamed to the build ID only when it is complete, so an interrupted build leaves nothing that
@@ -45,8 +44,8 @@ class NamedKernelsUnusable(KernelsUnavailable):
 
 
 def load() -> None:
-    """Make torch.ops.sparsellm_cuda.* callable. Raises KernelsUnavailable. Only the first call in a process tries;
-    later calls raise the same error."""
+    """Make torch.ops.sparsellm_cuda.* callable, building first if need be. Raises KernelsUnavailable. Only the first
+    call in a process tries; later calls raise the same error."""
     global _failure, _loaded
     with _lock:
         if _loaded:

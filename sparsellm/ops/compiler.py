@@ -1,9 +1,8 @@
-"""Compiles the sources in kernels/ to one library: finds nvcc, sets the flags, and marks the library with their hash.
+"""Compiles the sources in kernels/ to one library: finds nvcc, sets the flags, and marks the library with a build ID.
 
-    compile_into()  compiles every kernels/**/*.cu on its own for sm_90a, and the .cpp files against torch's stable ABI,
-                    and links all with the static CUDA runtime; needs nvcc, but neither a GPU nor a CUDA build of torch
-    build_id()      the hash of all sources and flags, which the linker writes into the library as its ELF build ID
-    fits()          whether a library has this build ID, so that this Python code may call the library
+Every kernels/**/*.cu is compiled on its own for sm_90a, and the .cpp files against torch's stable ABI; all are linked
+with the static CUDA runtime. This needs nvcc, but neither a GPU nor a CUDA build of torch. The build ID is the hash of
+all sources and flags.
 
 The version of torch is not part of the build ID, because the stable ABI lets one library serve torch 2.10 and later.
 The version of nvcc is not part of it either, so that a machine without nvcc finds the library that another machine
@@ -94,7 +93,8 @@ def _nvcc_from_pip() -> Path | None:
 
 
 def build_id() -> str:
-    """The hash of every source and flag, 40 hexadecimal digits as in any ELF build ID."""
+    """The hash of all sources and flags, 40 hexadecimal digits, which the linker writes into the library as its ELF
+    build ID."""
     digest = hashlib.sha256()
     for part in (COMPILE, REPORT, POSITION_INDEPENDENT, BINDINGS, LINK, LIBRARIES, STAND_IN, LINK_STAND_IN):
         digest.update(repr(part).encode())
@@ -105,7 +105,7 @@ def build_id() -> str:
 
 
 def fits(library: Path) -> bool:
-    """Whether `library` was made from these sources with these flags: its ELF note then contains build_id()."""
+    """Whether `library` was made from these sources with these flags, so that this Python code may call it."""
     return b"GNU\0" + bytes.fromhex(build_id()) in library.read_bytes()
 
 

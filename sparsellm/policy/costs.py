@@ -1,12 +1,7 @@
 """Cost model of a layer call for each engine, and the rule that picks an engine.
 
-    Cost         seconds of a call on one engine, linear in the activation counts
-    Estimate     a Cost, and the calls for which it is valid
-    LayerCosts   picks engines from a layer's estimates
-    Costs        estimates from tables measured on this GPU (sparsellm.policy.measure)
-
-sparsellm.policy.packaged has the other estimates: formulas fitted to one GPU. Letters: M tokens, K model width,
-N neurons.
+Estimates come from tables measured on this GPU (`Costs`, by sparsellm.policy.measure) or from formulas that were fitted
+to one GPU and ship with the package (sparsellm.policy.packaged). Letters: M tokens, K model width, N neurons.
 """
 
 import bisect
@@ -48,8 +43,8 @@ class Cost(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """most: maximum nonzeros of a call for which the engine may be chosen. margin: the share of dense's time that the
-    engine must save to replace another engine."""
+    """The cost of a call on one engine. most: maximum nonzeros of a call for which the engine may be chosen. margin:
+    the share of dense's time that the engine must save to replace another engine."""
 
     cost: Cost
     most: float = math.inf

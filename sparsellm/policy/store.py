@@ -1,9 +1,4 @@
-"""Cache of measured costs on disk, in the same folder as the compiled kernels.
-
-    keep(...)          add the measured costs of a layer to the cache file
-    kept(layers)       read the cached costs of these layers
-    measuring()        lock, so that only one process per machine measures at a time
-    file()             ~/.cache/sparsellm/calibrations/GPU-KERNELS-VERSION.json
+"""Cache of measured costs on disk: ~/.cache/sparsellm/calibrations/GPU-KERNELS-VERSION.json.
 
 There is one file per GPU model, kind of kernels, kernel version and torch version, because costs depend on all four.
 """
