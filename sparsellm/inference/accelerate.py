@@ -178,7 +178,7 @@ class SparseFeedForward(nn.Module):
                 f"{name} of an accelerated block is now {kind(linear)}: it should be nn.Linear; call"
                 " sparsellm.restore(model) before replacing its modules"
             )
-        return linear._parameters["weight"]  # type: ignore[return-value]  # no cast(): it costs time in every call
+        return linear._parameters["weight"]  # type: ignore[return-value]  # a cast() would cost time
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Moves the block, as nn.Module does for `to` or `cuda`, registers the handle at the handle's new address, and

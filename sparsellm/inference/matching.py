@@ -18,7 +18,7 @@ from sparsellm.model.decoder import GatedFeedForward, NonGatedFeedForward, SiluF
 from sparsellm.ops import MAX_COLUMNS, MULTIPLE, feedforward
 from sparsellm.ops.feedforward import DTYPES
 
-OWN = (GatedFeedForward, NonGatedFeedForward)  # without act_fn; they return y and statistics
+OWN = (GatedFeedForward, NonGatedFeedForward)  # blocks without act_fn, which return y and statistics
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 # Relative tolerance for a few bfloat16 operations, each with a rounding error of up to 0.4%.
 PROBE_TOKENS, PROBE_TOLERANCE = 8, 0.05

@@ -1,4 +1,4 @@
-"""The feedforward operator: it takes tensors and returns tensors; nothing here knows modules or configurations."""
+"""The feedforward operator, on tensors alone: nothing here knows modules or configurations."""
 
 from sparsellm.ops.feedforward import MULTIPLE, FeedForwardOutput, feedforward, saved_bytes
 from sparsellm.ops.plan import ENGINES, Engine, Plan

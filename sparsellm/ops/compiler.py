@@ -1,7 +1,7 @@
 """Compiles the sources in kernels/ to one library: finds nvcc, sets the flags, and marks the library with a build ID.
 
 Every kernels/**/*.cu is compiled on its own for sm_90a, and the .cpp files against torch's stable ABI; all are linked
-with the static CUDA runtime. This needs nvcc, but neither a GPU nor a CUDA build of torch. The build ID is the hash of
+with the static CUDA runtime. Compiling needs nvcc, but no GPU and no CUDA build of torch. The build ID is the hash of
 all sources and flags.
 
 The version of torch is not part of the build ID, because the stable ABI lets one library serve torch 2.10 and later.

@@ -33,7 +33,7 @@ def alternating_ms(
     estimates, host = {}, {}
     for name, candidate in candidates.items():
         try:
-            candidate(0)  # not timed: it may compile, or choose algorithms
+            candidate(0)  # not timed, because the first run may compile, or choose algorithms
             (estimates[name],), host[name] = _events([partial(candidate, 1)])
         except Exception as error:  # returned to the caller; the other candidates are still timed
             results[name] = error

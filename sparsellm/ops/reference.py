@@ -10,7 +10,7 @@ which is that of x. Elementwise arithmetic on the results is done in `accumulato
 follow docs/dev/DESIGN.md, section 2, and are exactly zero where the neuron is inactive. float64 inputs give float64
 throughout.
 
-These are pure functions of tensors, written so that a compiler can fuse their elementwise halves.
+All functions here are pure, and written so that a compiler can fuse their elementwise halves.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ def statistics(h: Tensor, active: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(l1, nnz, fired) of hidden values h [M, N]; `active`, bool [M, N], marks the entries whose neuron fires.
 
     l1: 0-d accumulator dtype, the sum of |h|. nnz: 0-d int64, the number of active entries. fired: bool [N]. All three
-    start with sums over M, so a compiler computes them in one pass over h.
+    results start with sums over M, so a compiler computes them in one pass over h.
     """
     per_neuron = active.sum(0)
     l1 = h.abs().sum(0, dtype=accumulator(h.dtype)).sum()

@@ -3,12 +3,12 @@
 Letters: M tokens, N neurons. MT = ceil(M / 128) token tiles, NT = ceil(N / 256) column tiles, W = 32 words of a
 segment: one word for eight columns.
 
-A segment is one token's 256 columns of one column tile. It stores its nonzeros in W 32-bit words: word 0 is the number
-of nonzeros; words 1 to count are `bfloat16 bits << 16 | column`, columns ascending and counted from the start of the
-whole row. A token whose neurons 3, 200 and 300 fire has the segments `2, v3 << 16 | 3, v200 << 16 | 200` in column tile
-0 and `1, v300 << 16 | 300` in column tile 1. A segment with more than W - 1 nonzeros (wide) has its count in word 0,
-and all its values at their own columns in `wide`. Everything else is undefined. A value is nonzero if a bit other than
-the sign is set: NaN counts, -0.0 does not.
+A segment is one token's 256 columns of one column tile. A segment stores its nonzeros in W 32-bit words: word 0 is the
+number of nonzeros; words 1 to count are `bfloat16 bits << 16 | column`, columns ascending and counted from the start of
+the whole row. A token whose neurons 3, 200 and 300 fire has the segments `2, v3 << 16 | 3, v200 << 16 | 200` in column
+tile 0 and `1, v300 << 16 | 300` in column tile 1. A segment with more than W - 1 nonzeros (wide) has its count in word
+0, and all its values at their own columns in `wide`. Everything else is undefined. A value is nonzero if a bit other
+than the sign is set: NaN counts, -0.0 does not.
 
 A token's words are stored eight at a time: words 0 to 7 of all its segments, then words 8 to 15 of all, and so on. Few
 segments have more than seven nonzeros, so the memory read for a token is mostly contiguous.

@@ -4,8 +4,8 @@ At each token count of SIZES and TRAINING_SIZES, every engine that may compute s
 levels (Firing), and a Cost is fitted to the engine's times. The costs only have to rank the engines, so the fit
 minimizes errors relative to the times, and calls that are slower than dense get less weight.
 
-Some engines change their algorithm at a token count (a kernel for few tokens, ordering of the tokens). Such a count and
-the one just below are both measured, so no cost is interpolated across the change. CUDA and Triton kernels begin to
+Some engines change their algorithm at a token count (a kernel for few tokens, ordering of the tokens). This count and
+the count just below it are measured, so no cost is interpolated across the change. CUDA and Triton kernels begin to
 order the tokens of a forward pass without backward at different counts, so each kind of kernels has its own largest
 sizes. Up to 8 tokens, every count is measured: the row engine splits the rows into pieces and distributes the pieces
 over about 16 clusters of CTAs, so the load of the slowest cluster jumps between counts (7 rows in 3 pieces need two
