@@ -1,7 +1,7 @@
 // The engines of engines.h as operators of torch, `torch.ops.sparsellm_cuda.*`, on torch's stable ABI: one build serves
 // torch 2.10 and later. An operator allocates its results and workspace with torch's allocator, and launches on the
 // current stream of its first tensor's device. sparsellm/ops checks shapes and dtypes, and never calls an operator
-// without tokens; this file checks only that every tensor is contiguous, 16-byte aligned and on that device.
+// without tokens; these bindings check only that every tensor is contiguous, 16-byte aligned and on that device.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cuda.h>
 #include <torch/csrc/stable/accelerator.h>
@@ -142,8 +142,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gate_pack(Tensor x, T
   return {words, wide, mask, part_of(row_counts, 0, m), counted.fired, counted.counts()};
 }
 
-// Returns y and, if `counting`, the statistics. Otherwise the statistics go to the workspace, because the host needs
-// some 5 us for each result.
+// Returns y and, if `counting`, the statistics. If not `counting`, the statistics go to the workspace, because the host
+// needs some 5 us for each result that it returns.
 std::vector<Tensor> row_forward(Tensor x, OptionalTensor w_gate, Tensor w_up, Tensor w_down_t, bool counting) {
   const Call call("row_forward", x);
   const Layer a = layer_of(call, x, w_gate, w_up, w_down_t);
@@ -300,7 +300,8 @@ STABLE_TORCH_LIBRARY_IMPL(sparsellm_cuda, CUDA, library) {
   library.impl("transpose", TORCH_BOX(&transpose));
 }
 
-// Operators on numbers alone: they take no tensors, so they have no device.
+// Operators on numbers alone: without tensors, there is no device to choose from, so they are registered for any
+// device.
 STABLE_TORCH_LIBRARY_IMPL(sparsellm_cuda, CompositeExplicitAutograd, library) {
   library.impl("tile_saved_bytes", TORCH_BOX(&tile_saved_bytes));
   library.impl("limit", TORCH_BOX(&limit));

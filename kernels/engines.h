@@ -26,8 +26,9 @@ constexpr int kTileWords = kColumnTile / kCompression;  // W, the words of a seg
 constexpr int kSectorWords = 8;  // words of a segment that are contiguous: 32 bytes, the unit of a memory read
 
 // The borders of the row engine, in tokens. sparsellm/ops/borders.py has them too; loading the library compares them
-// (bindings.cpp: limit). Up to kFewTokens, rows are dealt to clusters. With more, but fewer than kManyTokens, the
-// caller's library multiplies the gate, and rows are divided in runs. From kManyTokens on, the tile engine may compute.
+// (bindings.cpp: limit). Up to kFewTokens tokens, rows are dealt to clusters one by one. For more tokens, but fewer
+// than kManyTokens, the caller's library multiplies the gate, and the rows are divided into runs. From kManyTokens on,
+// the tile engine may compute.
 constexpr int kFewTokens = 64;
 constexpr int kManyTokens = 1536;
 
@@ -57,7 +58,8 @@ struct Result {
   int64_t* counts;
 };
 int64_t counts_length();
-// A result whose statistics nobody reads: they are in `memory`, 256-byte aligned, of statistics_bytes(N) bytes.
+// A result whose statistics nobody reads: the statistics are written to `memory`, 256-byte aligned, of
+// statistics_bytes(N) bytes.
 int64_t statistics_bytes(int64_t n);
 Result with_statistics_in(void* memory, int64_t n, void* y);
 
@@ -72,7 +74,7 @@ struct Matrix {
 // Writes a b to `out`, row by row; with `add`, adds it to the contents of `out`. May throw.
 using Multiply = std::function<void(const Matrix& a, const Matrix& b, void* out, bool add)>;
 
-// Row: multiplies each token by the weight rows of its own neurons. It has no backward pass.
+// Row: multiplies each token by the weight rows of its own neurons. The row engine has no backward pass.
 int64_t row_workspace_bytes(int64_t m, int64_t k, int64_t n);
 cudaError_t row_forward(const Layer& layer, const Multiply& multiply, void* workspace, const Result& result,
                         cudaStream_t stream);
@@ -93,16 +95,17 @@ TileShape tile_shape(int64_t m, int64_t k, int64_t n, bool gated, int64_t capaci
 int64_t tile_max_tokens(bool saving);  // the largest M; saving: a backward pass follows
 int64_t tile_max_capacity();
 int64_t tile_workspace_bytes(const TileShape& shape, bool saving);
-// The bytes of a saved buffer. Their number modulo 16 identifies the engine that filled the buffer: 0 dense, 2 tile
-// with tokens in their original order, 6 tile with ordered tokens. So tile_shape_of_saved recovers the shape from the
-// length alone; it returns capacity -1 if tile_forward saves that many bytes for no such layer.
+// The bytes of a saved buffer. The number of bytes modulo 16 identifies the engine that filled the buffer: 0 dense, 2
+// tile with tokens in their original order, 6 tile with ordered tokens. So tile_shape_of_saved recovers the shape from
+// the length alone, or returns capacity -1 if tile_forward never saves that many bytes for such a layer.
 int64_t tile_saved_bytes(const TileShape& shape);
 TileShape tile_shape_of_saved(int64_t length, int64_t m, int64_t k, int64_t n, bool gated);
 // saved: where to write what tile_backward needs, or null.
 cudaError_t tile_forward(const Layer& layer, const TileShape& shape, void* workspace, void* saved, const Result& result,
                          cudaStream_t stream);
 
-// Where a backward pass writes the gradients. It computes them from dy, bf16 [M, K], and dl1, float32 [1].
+// Where a backward pass writes the gradients. The pass computes the gradients from dy, bf16 [M, K], and dl1, float32
+// [1].
 struct Gradients {
   void* dx;               // bf16 [M, K]
   void *dw_gate, *dw_up;  // [N, K]; dw_gate: null if the layer is non-gated
@@ -149,8 +152,8 @@ int64_t row_counts_length(int64_t m, int64_t n);
 cudaError_t pack(const void* x, const void* w, int64_t m, int64_t k, int64_t n, const PackedGate& out,
                  cudaStream_t stream);
 
-// Writes the transpose of `from` [rows, columns] to `to` [columns, rows]. Each is float32 or bf16; bf16 to float32
-// returns cudaErrorInvalidValue. rows and columns are multiples of 8.
+// Writes the transpose of `from` [rows, columns] to `to` [columns, rows]. Each matrix is float32 or bf16; bf16 to
+// float32 returns cudaErrorInvalidValue. rows and columns are multiples of 8.
 cudaError_t transpose(const void* from, bool from_float, int64_t rows, int64_t columns, void* to, bool to_float,
                       cudaStream_t stream);
 

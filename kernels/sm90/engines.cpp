@@ -21,7 +21,8 @@ constexpr int64_t kMaxWords = (int64_t{1} << 32) - (1 << 14);
 constexpr int64_t kCapacityUnit = 128;
 // The tile engine adds this to a saved buffer's length, which is a multiple of 16: 2, and 4 more if tokens are ordered.
 constexpr int64_t kTileEngine = 2, kOrdered = 4;
-// Scratch behind the counters, in int64: totals, then tickets. It is zero when a stage starts and when it ends.
+// Scratch behind the counters, in int64: totals, then tickets. The scratch is zero when a stage starts and when a stage
+// ends.
 constexpr int kScratch = (kTotals + kRowTickets) / 2;
 constexpr int kCountsLength = kCounters + kScratch;
 

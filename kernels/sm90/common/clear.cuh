@@ -7,10 +7,10 @@ namespace sparsellm {
 
 // Zeroes row_counts[0, rows), fired[0, 8 fired_octets), 8-byte aligned, and counters[0, count).
 //
-// early = false: this kernel starts when all previous kernels are done. The next kernel, launched early, starts at
-// once, and must wait (griddepcontrol_wait) only before it accesses what this kernel zeroes.
-// early = true: this kernel may start while previous kernels still run, so the next kernel must wait before it reads or
-// writes anything.
+// early = false: `clear` starts when all previous kernels are done. The next kernel, launched early, starts at once,
+// and must wait (griddepcontrol_wait) only before it accesses the memory that `clear` zeroes.
+// early = true: `clear` may start while previous kernels still run, so the next kernel must wait before it reads or
+// writes any memory.
 cudaError_t clear(int32_t* row_counts, int64_t rows, uint8_t* fired, int64_t fired_octets, int64_t* counters,
                   int64_t count, bool early, cudaStream_t stream);
 

@@ -47,8 +47,8 @@ inline cudaError_t tensor_map(CUtensorMap* map, const void* data, int64_t rows, 
   };
   CUresult result = describe();
   if (result == CUDA_ERROR_INVALID_CONTEXT) {
-    // This thread has not called CUDA before. Unlike the runtime's functions, the driver's functions do not make the
-    // current device's context current, so cudaSetDevice must.
+    // Here the thread has not called CUDA before. Unlike the runtime's functions, the driver's functions do not make
+    // the current device's context current, so cudaSetDevice must.
     int device = 0;
     cudaError_t error = cudaGetDevice(&device);
     if (error == cudaSuccess) error = cudaSetDevice(device);
@@ -59,8 +59,8 @@ inline cudaError_t tensor_map(CUtensorMap* map, const void* data, int64_t rows, 
 }
 
 // Allows launches of `kernel` on the current device with `bytes` of dynamic shared memory. The limit belongs to the
-// kernel, not to a launch, so it is only ever raised: a thread that lowered it for a narrow layer could make another
-// thread's launch for a wide layer fail.
+// kernel, not to a launch, so the limit is only ever raised: a thread that lowered it for a narrow layer could make
+// another thread's launch for a wide layer fail.
 inline cudaError_t allow_shared_memory(const void* kernel, uint32_t bytes) {
   static std::mutex mutex;
   static std::map<std::pair<const void*, int>, uint32_t> allowed;  // by kernel and device
@@ -77,8 +77,8 @@ inline cudaError_t allow_shared_memory(const void* kernel, uint32_t bytes) {
 }
 
 // Launches `kernel`. cluster: the number of CTAs per cluster. early: the kernel may start before the previous kernel in
-// the stream has ended. It must then call griddepcontrol_wait before it accesses anything that this kernel, or an
-// earlier one that may still run, reads or writes.
+// the stream has ended. An early kernel must call griddepcontrol_wait before it accesses memory that the previous
+// kernel, or an earlier kernel that may still run, reads or writes.
 template <class... Parameters, class... Arguments>
 cudaError_t launch_with(bool early, void (*kernel)(Parameters...), int64_t grid, int block, uint32_t shared_bytes,
                         int cluster, cudaStream_t stream, Arguments&&... arguments) {

@@ -13,7 +13,7 @@ __device__ __forceinline__ float warp_sum(float value) {
   return value;
 }
 
-// One thread's part of the sum of values[0, count), which are 16-byte aligned and written by other CTAs. Thread
+// The calling thread's part of the sum of values[0, count), which are 16-byte aligned and written by other CTAs. Thread
 // `thread` of `threads` adds quads thread, thread + threads, ..., and one of the up to three values behind the last
 // quad.
 __device__ __forceinline__ float strided_sum(const float* values, int64_t count, uint32_t thread, uint32_t threads) {

@@ -43,7 +43,7 @@ static_assert(kPairBytes + 65536 / 8 <= kMaxSharedBytes, "all of it must fit in 
 
 // Pairs are visited column tile by column tile for one pair of token tiles, then for the next pair of token tiles. So
 // the pairs in flight share few rows of x, and all of w stays in L2. A w that is too large for L2 is processed in bands
-// of columns, one after another; this is the size of a band.
+// of kBandBytes of columns, one after another.
 constexpr int64_t kBandBytes = 24 << 20;
 
 // What is multiplied: tokens by column tiles of 256.

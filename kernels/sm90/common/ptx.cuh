@@ -37,7 +37,7 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, uint
 }
 
 // Arrives at the barrier that has this shared address in CTA `rank` of the cluster. The arrival says that a stage has
-// been read; it publishes no data.
+// been read, and publishes no data.
 __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier, uint32_t rank) {
   asm volatile(
       "{\n .reg .b32 remote;\n mapa.shared::cluster.u32 remote, %0, %1;\n"
@@ -68,7 +68,7 @@ __device__ __forceinline__ void st_async_cluster(uint32_t address, uint32_t rank
       : "memory");
 }
 
-// As above, 16 bytes.
+// Stores 16 bytes as the function above stores four.
 __device__ __forceinline__ void st_async_cluster(uint32_t address, uint32_t rank, uint4 v, uint32_t barrier) {
   asm volatile(
       "{\n .reg .b32 remote, remote_barrier;\n mapa.shared::cluster.u32 remote, %0, %2;\n"
@@ -97,8 +97,8 @@ __device__ __forceinline__ uint32_t cluster_rank() {
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
-// For an arrival that publishes no data, or only barriers after fence_mbarrier_init. Unlike cluster_arrive, it does not
-// wait for the thread's earlier accesses.
+// Like cluster_arrive, but does not wait for the thread's earlier accesses: for an arrival that publishes no data, or
+// only barriers after fence_mbarrier_init.
 __device__ __forceinline__ void cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
@@ -128,7 +128,8 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 }
 
 // The warp's index in its CTA, in a uniform register. The compiler does not know that threadIdx.x / 32 is equal in all
-// lanes. It does know that of a shuffle from lane 0, so it computes what follows from the index once per warp.
+// lanes, but does know that a shuffle from lane 0 is. So the compiler computes values that depend on the index once per
+// warp.
 __device__ __forceinline__ int warp_index() { return __shfl_sync(~0u, threadIdx.x / 32, 0); }
 
 // One bit for each lane up to this one: 0b111 for lane 2.
@@ -167,7 +168,7 @@ __device__ __forceinline__ void cp_async_row_16(uint32_t destination, const void
       : "memory");
 }
 
-// As above, from an address instead of a row.
+// Copies 16 bytes as the function above, from an address instead of a row.
 __device__ __forceinline__ void cp_async_16_or_zeros(uint32_t destination, const void* source, uint32_t bytes) {
   asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(bytes)
                : "memory");
@@ -236,8 +237,8 @@ __device__ __forceinline__ void bulk_load_multicast(uint32_t destination, const 
       : "memory");
 }
 
-// If `some`, arrives at the barrier with `bytes` to expect, and issues the bulk_load. It has no branch, because the
-// compiler would serialize the WGMMAs around one.
+// If `some`, arrives at the barrier with `bytes` to expect, and issues the bulk_load; without a branch, around which
+// the compiler would serialize the WGMMAs.
 __device__ __forceinline__ void bulk_load_if(bool some, uint32_t destination, const void* source, uint32_t bytes,
                                              uint32_t barrier) {
   asm volatile(
@@ -362,7 +363,7 @@ __device__ __forceinline__ void st_shared_u16(uint32_t address, uint16_t v) {
   asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(v) : "memory");
 }
 
-// As above if index < limit, without a branch.
+// Stores as the function above if index < limit, without a branch.
 __device__ __forceinline__ void st_shared_u16_below(uint32_t index, uint32_t limit, uint32_t address, uint16_t v) {
   asm volatile("{\n .reg .pred p;\n setp.lt.u32 p, %0, %1;\n @p st.shared.u16 [%2], %3;\n}" ::"r"(index), "r"(limit),
                "r"(address), "h"(v)
@@ -377,7 +378,7 @@ __device__ __forceinline__ uint32_t cvt_bf16x2(float low, float high) {
   return r;
 }
 
-// As above, of max(low, 0) and max(high, 0); NaN stays NaN.
+// Converts max(low, 0) and max(high, 0) in the same way; NaN stays NaN.
 __device__ __forceinline__ uint32_t cvt_relu_bf16x2(float low, float high) {
   uint32_t r;
   asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));

@@ -75,10 +75,10 @@ __device__ __forceinline__ uint32_t exclusive_scan(uint32_t value, uint32_t lane
 // Packs the segments of four rows in one column tile, by all lanes of a warp. Lanes 8 r .. 8 r + 7 have row r of the
 // four; lane s of these eight has columns first + 64 j + 8 s .. + 7 for j = 0..3. For example, lane 10 has columns 16
 // to 23, 80 to 87, 144 to 151 and 208 to 215 of row 1.
-// chunks: the shared address of the lane's columns for j = 0; those for j are kApart j bytes further. Writes all words
-// of the segment except word 0, the count, which it returns. If the nonzeros do not fit in the words, it writes the
-// segment's values to `wide`, which points to the row's column `first`. It writes nothing for a row that is not `some`,
-// and nothing for columns >= n. Sets bit 8 j + i of `seen` if column i of the lane's eight for j is not zero.
+// chunks: the shared address of the lane's columns for j = 0; the columns for j are kApart j bytes further. Writes all
+// words of the segment except word 0, the count, which it returns. If the nonzeros do not fit in the words, writes the
+// segment's values to `wide`, which points to the row's column `first`. Writes nothing for a row that is not `some`, and
+// nothing for columns >= n. Sets bit 8 j + i of `seen` if column i of the lane's eight for j is not zero.
 template <uint32_t kApart = 128>
 __device__ __forceinline__ uint32_t pack_four_rows(uint32_t chunks, bool some, uint32_t lane, uint32_t first, int64_t n,
                                                    int column_tiles, uint32_t* words, __nv_bfloat16* wide,

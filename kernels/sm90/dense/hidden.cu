@@ -2,10 +2,10 @@
 // many nonzeros g has. The factors g and u are written only if the caller asks for them. Non-gated (w_up is null):
 // h = relu(x w_gate^T).
 //
-// A product of pairs (common/pairs.cuh). In a gated layer, a column tile of 256 columns is 128 neurons twice: 128 rows
-// of w_gate, which the first CTA of a cluster fetches, and the same 128 rows of w_up, which the second CTA fetches. So
-// a finished tile has g in columns 0 to 127 and u in columns 128 to 255, and three warps compute h from them while the
-// next tile is multiplied.
+// The kernel is a product of pairs (common/pairs.cuh). In a gated layer, a column tile of 256 columns is 128 neurons
+// twice: 128 rows of w_gate, which the first CTA of a cluster fetches, and the same 128 rows of w_up, which the second
+// CTA fetches. So a finished tile has g in columns 0 to 127 and u in columns 128 to 255, and three warps compute h from
+// them while the next tile is multiplied.
 //
 // Numerics: products are accumulated in float32 over K and rounded to bf16 once; the ReLU is exact, and NaN stays NaN;
 // h is rounded to bf16 once. A neuron is active if g is not zero; NaN is active. l1 is a float32 sum of |h| as rounded,

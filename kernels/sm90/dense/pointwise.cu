@@ -1,7 +1,7 @@
-// pointwise: h = relu(z) * u, and the statistics: l1, which neurons fire, nonzeros, union. This is the dense engine's
-// elementwise half for few tokens, in one pass over memory. A CTA has 128 tokens x 64 columns; a lane has eight columns
-// of several rows, and loads them all before it uses any. pointwise_hidden computes h alone, for callers that do not
-// read the statistics; pointwise_gradient is the elementwise half of the backward pass.
+// pointwise: h = relu(z) * u, and the statistics: l1, which neurons fire, nonzeros, union. pointwise is the dense
+// engine's elementwise half for few tokens, in one pass over memory. A CTA has 128 tokens x 64 columns; a lane has
+// eight columns of several rows, and issues all loads before it uses a value. pointwise_hidden computes h alone, for
+// callers that do not read the statistics; pointwise_gradient is the elementwise half of the backward pass.
 //
 // h may be z or u itself (a thread reads every element before it writes it), but must not overlap them otherwise.
 // Non-gated (u is null): h = relu(z). l1_partials is 16-byte aligned.
@@ -32,8 +32,8 @@ struct CtaStatistics {
   bool& last;
 };
 
-// Adds one CTA's complete statistics to those of the call, by all threads of the CTA. The last CTA to do so adds up l1,
-// in order.
+// Adds one CTA's complete statistics to those of the call, by all threads of the CTA. The CTA that does so last adds up
+// l1, in order.
 __device__ __forceinline__ void add_statistics(const CtaStatistics& own, int64_t first_column, float* l1_partials,
                                                float* l1, uint8_t* fired, unsigned long long* counters) {
   ptx::griddepcontrol_wait();  // until `clear` has zeroed the statistics

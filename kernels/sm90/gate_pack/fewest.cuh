@@ -102,7 +102,7 @@ struct FewestCta {
     if (++slot == slots) slot = 0, parity ^= 1;
   }
 
-  // Called by the feeding warp while the others start to fetch w.
+  // Called by the feeding warp while the other warps start to fetch w.
   __device__ __forceinline__ void init() const {
     shared.totals.clear(lane);
     if (lane < kColumnTile / 32) shared.fired[lane] = 0;
@@ -139,9 +139,9 @@ struct FewestCta {
     __syncwarp();
   }
 
-  // A piece has 64 bytes of k of each row. Lane l loads 16 of them, chunk l % 4 of row l / 4 of eight, both for tokens
-  // and for neurons. These are not the columns of k that mma.sync assigns to the lane, but they are the same for both
-  // operands, so the sum is over the same products. A warp has two neighbouring pieces of a round.
+  // A piece has 64 bytes of k of each row. Lane l loads 16 of these bytes, chunk l % 4 of row l / 4 of eight, both for
+  // tokens and for neurons. mma.sync assigns other columns of k to the lane, but both operands use the same columns, so
+  // the sum is over the same products. A warp has two neighbouring pieces of a round.
   __device__ __forceinline__ uint32_t column_of(int round, int half) const {
     return round * kRound + warp * 64 + half * 32 + lane % 4 * 8;
   }
@@ -159,8 +159,8 @@ struct FewestCta {
     ptx::cp_async_commit_group();  // empty after the last piece, because groups are counted
   }
 
-  // This lane's chunk of a token's row, in the first slot. A token that does not exist is replaced by an existing one,
-  // because nothing reads its sums.
+  // This lane's chunk of a token's row, in the first slot. A token that does not exist is replaced by a token that
+  // exists, because nothing reads the sums of such a token.
   __device__ __forceinline__ uint32_t row_of(int token) const {
     return tokens + min(token, m - 1) * kTokenPitch + warp * 128 + lane % 4 * 16;
   }
@@ -266,7 +266,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (cta.warp == kFeedingWarp) cta.init();
   ptx::cluster_arrive_relaxed();
   ptx::griddepcontrol_wait();
-  // Only after the wait, because the next kernel relies on everything before gate_pack being done.
+  // The next kernel may start only after the wait, because it relies on all kernels before gate_pack being done.
   ptx::griddepcontrol_launch_dependents();
   if (cta.warp == kFeedingWarp) {
     cta.feed(zeroed);

@@ -1,7 +1,7 @@
 // Packs a gate product that is already in memory, for 65 to 1,535 tokens. So few tokens make too few of gate_pack's
 // large tiles to occupy all SMs, so the caller's library multiplies faster.
 //
-// The product z is where the values of wide segments belong (Packed::wide), and in wide segments relu(z) replaces z. A
+// The product z is in Packed::wide, where the values of wide segments belong; in wide segments, relu(z) replaces z. A
 // CTA has 128 tokens of one column tile; each of its warps packs four rows at a time.
 //
 // Numerics: z is as the product wrote it, bf16; relu(z) is exact. Everything else is as in gate_pack.

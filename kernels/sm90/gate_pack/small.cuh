@@ -2,8 +2,8 @@
 //
 // The four CTAs of a cluster share a column tile, 64 neurons each, and take turns to fetch the tokens for all four.
 // Operands are swapped: neurons are the rows of the matrix instruction, tokens (up to 64) its columns. A CTA finds
-// which of its own neurons fire, and packs a quarter of the tokens. For that, each CTA copies the values of its neurons
-// to the shared memory of the CTA that packs the token. Numerics: as in the kernel for many tokens.
+// which of its own neurons fire, and packs a quarter of the tokens. So each CTA copies the values of its neurons to the
+// shared memory of the CTA that packs the token. Numerics: as in the kernel for many tokens.
 #pragma once
 
 #include "common/host.h"
@@ -73,7 +73,7 @@ struct SmallCta {
   int ahead;
   RingOf<kDepth> ring;
 
-  // stages: [kDepth]. Then `own`, [CTAs, their tokens] of this CTA's neurons, for the others to pack. Then the tile,
+  // stages: [kDepth]. Then `own`, [CTAs, their tokens] of this CTA's neurons, which the other CTAs pack. Then the tile,
   // [CTAs, this CTA's tokens] of their neurons.
   __device__ __forceinline__ SmallCta(uint8_t* raw, uint32_t stages, const CUtensorMap& x_map, const CUtensorMap& w_map,
                                       int m, int64_t n, int k_blocks, const Packed& out, bool counts)
@@ -245,7 +245,7 @@ __global__ void __launch_bounds__(small::kThreads, 1)
   }
   ptx::cluster_arrive_relaxed();
   ptx::griddepcontrol_wait();
-  // Only after the wait, because the next kernel relies on everything before gate_pack being done.
+  // The next kernel may start only after the wait, because it relies on all kernels before gate_pack being done.
   ptx::griddepcontrol_launch_dependents();
   if (feeds) {
     cta.fetch_ahead();
@@ -275,8 +275,8 @@ __global__ void __launch_bounds__(small::kThreads, 1)
 
 }  // namespace small
 
-// zeroed: if not 0, this kernel counts nothing, and zeroes this many int64 from the counters on. If 0, it adds to
-// counters that are already zero.
+// zeroed: if not 0, the kernel counts nothing, and zeroes this many int64 from the counters on. If 0, the kernel adds
+// to counters that are already zero.
 inline cudaError_t gate_pack_small(const void* x, const void* w, int64_t m, int64_t k, int64_t n, const Packed& out,
                                    int64_t zeroed, cudaStream_t stream) {
   using namespace small;

@@ -3,7 +3,7 @@
 //
 // A token's score for each of 128 clusters needs |token & profile|, the number of the token's neurons that are in the
 // profile. A row of the table has one bit per cluster for a neuron. So the overlaps are the sums, column by column, of
-// the rows of the token's neurons: 128 sums of bits. They are added as bit planes, 32 sums at a time, with logical
+// the rows of the token's neurons: 128 sums of bits. The bits are added as bit planes, 32 sums at a time, with logical
 // operations only.
 #pragma once
 
@@ -33,8 +33,8 @@ __device__ __forceinline__ void add_planes(uint32_t (&plane)[8], const uint32_t 
   }
 }
 
-// Converts planes to counts: afterwards, byte b of word j is the count of place 8 b + j. It transposes the 8 x 8 bits
-// that byte b has in the eight planes.
+// Converts planes to counts: afterwards, byte b of word j is the count of place 8 b + j. To do so, transposes the 8 x 8
+// bits that byte b has in the eight planes.
 __device__ __forceinline__ void planes_to_bytes(uint32_t (&plane)[8]) {
   constexpr uint32_t kLow[3] = {0x55555555, 0x33333333, 0x0f0f0f0f};
 #pragma unroll
@@ -52,8 +52,8 @@ __device__ __forceinline__ void planes_to_bytes(uint32_t (&plane)[8]) {
 }
 
 // This CTA's share of the comparisons of all pairs of clusters: CTA `part` of `parts` takes every `parts`-th u below
-// 64. For a u, it compares clusters u and 127 - u with all clusters after them. Those are 127 - u and u clusters, so
-// 127 pairs for any u, and all CTAs have the same amount of work. Eight lanes compare a pair.
+// 64. For a u, the CTA compares clusters u and 127 - u with all clusters after them, which are 127 - u and u clusters.
+// So any u gives 127 pairs, and all CTAs have the same amount of work. Eight lanes compare a pair.
 __device__ __forceinline__ void compare_profiles(const Order& order, int index, int part, int parts,
                                                  const int (&sizes)[kClusters]) {
   const int pair = min(static_cast<int>(threadIdx.x) / 8, kClusters - 2), piece = threadIdx.x % 8;
@@ -121,16 +121,16 @@ __device__ __forceinline__ void prepare(const Order& order, const Chunk& chunk, 
   }
 }
 
-// The best score of a token's clusters, in all of its eight lanes. plane: the overlaps over this lane's half of the
-// token's neurons, as planes_to_bytes writes them; the lane of the other slice (lane ^ 4) has those over the other
+// The best score of a token's clusters, in all eight lanes of the token. plane: the overlaps over this lane's half of
+// the token's neurons, as planes_to_bytes writes them; the lane of the other slice (lane ^ 4) has those over the other
 // half.
 __device__ __forceinline__ int best_score(const uint32_t (&plane)[8], const int4 (&bias)[kClusters / 4], int weight,
                                           uint32_t lane, uint32_t slice) {
   int best = INT32_MIN;
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
-    // Each of the two lanes scores half of the places: it sends the counts of the other half, and receives those of its
-    // own.
+    // Each of the two lanes scores half of the places: a lane sends its counts of the other half, and receives the
+    // other lane's counts of its own half.
     const uint32_t other = __shfl_xor_sync(~0u, slice ? plane[j] : plane[j + 4], 4);
     const uint32_t overlaps = (slice ? plane[j + 4] : plane[j]) + other;
     const int4 four = bias[8 * j + lane % 8];

@@ -11,8 +11,8 @@ constexpr int kThreads = 1024;
 constexpr int kChunk = 8192;           // tokens per chunk, at most
 constexpr int kClusters = 128;         // clusters per chunk, at most
 constexpr uint32_t kMaxOverlap = 255;  // overlaps are counted in bytes
-// Nonzeros of a row that are read. In a row with more than 255, only every other sixteen are: in a row of 495, those
-// are 15 sixteens and 15 more, 255.
+// Nonzeros of a row that are read. In a row with more than 255 nonzeros, only every other sixteen are read: in a row of
+// 495 nonzeros, 15 sixteens and 15 more, which are 255.
 constexpr uint32_t kMaxCount = 495;
 
 struct Order {
@@ -62,8 +62,7 @@ __device__ __forceinline__ uint32_t known_count(const Order& order, int64_t toke
 }
 
 // Calls use(neuron) for the neurons of one token. Eight lanes share the row, of which this lane has share `piece`; a
-// lane has four loads in flight. The first load does not wait for `count`, because the memory that it reads exists for
-// every row.
+// lane has four loads in flight. The first load does not wait for `count`, because this memory exists for every row.
 template <class Use>
 __device__ __forceinline__ void for_each_neuron(const Order& order, int64_t token, uint32_t count, uint32_t piece,
                                                 Use use) {

@@ -1,6 +1,6 @@
 // token_order: an order of the tokens in which neighbours fire the same neurons, because the cost of a token tile grows
 // with the union of its tokens' neurons. Tokens are assigned to clusters, and the clusters are placed one after
-// another. Nothing is kept from one call to the next.
+// another. No state is kept between calls.
 //
 // Chunks of at most 8,192 tokens, cut between token tiles, are ordered separately. A cluster has a profile, which is a
 // set of neurons: one bit in each row of a table [N + 1][128 bits], whose last row is empty. For each chunk:

@@ -54,7 +54,7 @@ __device__ __forceinline__ void rank_keys(int tokens, uint32_t warp, uint32_t la
 }
 
 // Variables of the kernel, declared one by one rather than as a struct, so that the compiler knows that a store to one
-// changes none of the others.
+// variable changes no other variable.
 struct SortShared {
   uint8_t (&clusters)[kChunk];  // the cluster of each token
   uint16_t (&sorted)[kChunk];   // tokens, by fullness; at the end in the order of the chunk
@@ -67,8 +67,9 @@ struct SortShared {
   int& nonzeros;                    // nonzeros of all tokens
 };
 
-// The chainers: the chain starts with the cluster that is least similar to the others, and continues with the remaining
-// cluster that is most similar to the last one. The similarities are available once `arrivals` are complete.
+// The chainers: the chain starts with the cluster that is least similar to all other clusters, and continues with the
+// remaining cluster that is most similar to the last cluster of the chain. The similarities are available once
+// `arrivals` are complete.
 __device__ __forceinline__ void chain_clusters(const Order& order, const Chunk& chunk, int parts, uint4* similarity,
                                                const SortShared& shared, uint32_t warp, uint32_t lane) {
   const int thread = threadIdx.x - kSorters;
@@ -172,9 +173,10 @@ __device__ __forceinline__ void start_clusters(const Chunk& chunk, const SortSha
 }
 
 // Orders one chunk. One warp makes the chain, one step at a time; meanwhile the sorters rank the tokens, and rank them
-// within their clusters once these are known. The chain starts before `assign` ends: this kernel starts once all CTAs
-// of `assign` are past their own wait. So everything before `assign` is done (the rows' counts, `arrivals` at zero),
-// all CTAs of `assign` are already resident, and `arrivals` tell when the similarities are available.
+// within their clusters once these are known. The chain starts before `assign` ends: sort_kernel starts once all CTAs
+// of `assign` are past their own wait. So all kernels before `assign` are done (the rows' counts are complete,
+// `arrivals` are zero), all CTAs of `assign` are already resident, and `arrivals` tell when the similarities are
+// available.
 __global__ void __launch_bounds__(kSorters + kChainers) sort_kernel(const Order order, int parts, int32_t* tokens) {
   extern __shared__ uint4 similarity[];
   __shared__ uint8_t clusters[kChunk];

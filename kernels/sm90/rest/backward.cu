@@ -1,9 +1,9 @@
 // rest_backward, the overflow path of backward: the gradients of a feedforward layer for a batch whose nonzeros
-// exceeded the capacity of the tile engine's lists. It computes them densely, from the inputs alone, in one launch that
-// ends at once if the lists did not overflow. It keeps no matrix of M x N: it computes the gradients of the weights for
-// 128 neurons at a time and all tokens, then that of x for 512 tokens at a time and all neurons. z, u and dh are
-// computed again for each of the two, so it multiplies twice as much as dense PyTorch, and with warp-wide products
-// (mma.sync) instead of WGMMA.
+// exceeded the capacity of the tile engine's lists. The kernel computes the gradients densely, from the inputs alone,
+// in one launch that ends at once if the lists did not overflow. No matrix of M x N is kept: the kernel computes the
+// gradients of the weights for 128 neurons at a time and all tokens, then the gradient of x for 512 tokens at a time
+// and all neurons. z, u and dh are computed in both passes, so the kernel multiplies twice as much as dense PyTorch,
+// and with warp-wide products (mma.sync) instead of WGMMA.
 //
 // Numerics: those of sparsellm/ops/reference.py. Products are in float32 and rounded to bf16 once (gradients of float32
 // weights are not rounded); elementwise arithmetic is in float32 and rounded to bf16 once. Deterministic.
@@ -32,9 +32,9 @@ static_assert(kDepth * (kRows + kPad) <= kRows * (kDepth + kPad) && kColumns == 
 
 __device__ __forceinline__ float rounded(float value) { return __bfloat162float(__float2bfloat16_rn(value)); }
 
-// One operand of an output tile: `kSide` of the tile's rows or columns ("sides"), kDepth of the inner dimension. It has
-// the same layout in shared as in global memory: if kSideFast, neighbouring sides are contiguous, otherwise neighbours
-// in the inner dimension.
+// One operand of an output tile: `kSide` of the tile's rows or columns ("sides"), kDepth of the inner dimension. The
+// operand has the same layout in shared as in global memory: if kSideFast, neighbouring sides are contiguous, otherwise
+// neighbours in the inner dimension.
 template <int kSide, bool kSideFast>
 struct Operand {
   static constexpr int kFast = kSideFast ? kSide : kDepth, kPitch = kFast + kPad;

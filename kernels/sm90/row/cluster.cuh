@@ -5,13 +5,13 @@
 // CTAs: warp 0 has nonzeros 0..7, warp 1 nonzeros 8..15, warp 0 again 64..71. For a chunk, each CTA computes one h,
 // from a whole row of W_u, and sends it to the same warp of the other CTAs. Each CTA then multiplies all eight h by its
 // own eighth of the columns of W_d. So CTAs exchange only one number per nonzero, through shared memory, and only the
-// sums of a CTA's own warps must be added. Weights go to registers: those of W_u for the next chunk, and those of W_d
-// for this chunk, while h is exchanged. All are prefetched to L2, one chunk before that. In a cluster of four, a chunk
-// is four nonzeros, and a CTA has a quarter of the columns.
+// sums of a CTA's own warps must be added. Weights go to registers: the rows of W_u for the next chunk, and the rows of
+// W_d for this chunk, while h is exchanged. One chunk earlier, all these rows are prefetched to L2. In a cluster of
+// four, a chunk is four nonzeros, and a CTA has a quarter of the columns.
 //
 // If there are more rows than clusters, a cluster computes several rows in turn, and fetches the next row's list and x
-// while it computes the current row. A cluster's first row is the row with its number; the longer its first row, the
-// shorter the rows after it.
+// while it computes the current row. The first row of cluster i is row i; the longer a cluster's first row, the shorter
+// the rows after it.
 //
 // A row with very many nonzeros is cut into pieces, and a cluster computes a piece as if it were a row. Pieces write
 // float32 sums to global memory, and the last of the CTAs that have the same columns adds them in order. No cluster
@@ -19,11 +19,11 @@
 //
 // More than 64 tokens are divided into runs. A row costs its nonzeros plus kRowCost. The costs of all rows, one row
 // after another, are cut into equal runs, one for each cluster. A cluster computes the rows that begin in its run, and
-// computes them whole. The exception is rows of more than kWhole nonzeros: those are cut where a run ends, in whole
-// rounds. So the work is even, however uneven the rows are, and a cluster writes pieces of at most two rows. An example
-// with runs of 100 and rows that begin at 0, 60 and 110: the first cluster has rows 0 and 1, the second has row 2; if
-// row 1 were long, it would be cut at 100. From kLongRunTokens on, CTAs have four warps instead of eight, and there are
-// twice as many: then fewer warps wait for each other at the end of a row, and a row fills its last round better.
+// computes them whole. Only rows of more than kWhole nonzeros are cut where a run ends, in whole rounds. So the work is
+// even, however uneven the rows are, and a cluster writes pieces of at most two rows. An example with runs of 100 and
+// rows that begin at 0, 60 and 110: the first cluster has rows 0 and 1, the second has row 2; if row 1 were long, it
+// would be cut at 100. From kLongRunTokens on, CTAs have four warps instead of eight, and there are twice as many: then
+// fewer warps wait for each other at the end of a row, and a row fills its last round better.
 #pragma once
 
 #include "row/counts.cuh"
@@ -40,8 +40,8 @@ constexpr int kClusterMaxWidth = 4096;          // K at most
 constexpr int kClusterListed = 320;             // nonzeros of a row or piece that are listed at a time
 constexpr int kNextEarlyAbove = 16;             // with more tokens, the next kernel may start as CTAs end
 
-// The largest number of clusters of `cluster` CTAs with `warps` warps: one warp adds the l1 of all, and their CTAs have
-// tickets.
+// The largest number of clusters of `cluster` CTAs with `warps` warps. The number is limited because one warp adds the
+// l1 of all clusters, and because every CTA has a ticket.
 constexpr int max_clusters(int cluster, int warps) { return 2048 / warps / cluster; }
 constexpr int kMaxClusters = max_clusters(4, kRunWarps);
 static_assert(5 * kMaxClusters <= kRowTickets, "each cluster, and each CTA of a cut row, needs a ticket");
@@ -79,8 +79,8 @@ struct ClusterCta {
   enum Warp { kPlanning = 0, kCounting = 1, kCopyingX = kWarps - 2, kListing = kWarps - 1 };
 
   // Shared memory. The kernel declares its variables one by one rather than as a struct, so that the compiler knows
-  // that a store to one changes none of the others: as a struct, the loops compiled to other registers. [2]: two rows,
-  // two parts of lists, two chunks in turn.
+  // that a store to one variable changes no other variable: with a struct, the loops compiled to other registers. [2]:
+  // two rows, two parts of lists, two chunks in turn.
   struct Shared {
     uint4 (&x)[2][kGated ? 32 * kVectors : 1];
     float4 (&sums_of)[kWarps][kSlices][2][32];
@@ -148,12 +148,12 @@ struct ClusterCta {
     init_barriers();
     if constexpr (kGated) ptx::cluster_sync();  // all barriers exist before any CTA sends to another
     ptx::griddepcontrol_wait();
-    // This makes a following gate_pack a microsecond faster for 17 or more tokens, but 0.4 microseconds slower for
-    // fewer. For one token see multiply_list.
+    // An early start makes a following gate_pack a microsecond faster for 17 or more tokens, but 0.4 microseconds
+    // slower for fewer. For one token, see multiply_list.
     if (a.m > kNextEarlyAbove) ptx::griddepcontrol_launch_dependents();
 
     if constexpr (kDealt) {
-      // Start the first row before it is known which rows are cut.
+      // Start the first row before the planning warp knows which rows are cut.
       if (cluster < a.m) {
         copy_x(cluster, 0);
         list_part(cluster, 0, 0);
@@ -241,7 +241,8 @@ struct ClusterCta {
     __syncthreads();
   }
 
-  // The planning warp: decides which rows are cut, and which cluster computes which row second. Each lane has two rows.
+  // The planning warp: decides which rows are cut, and which cluster computes which row second. Each lane plans two
+  // rows.
   __device__ __forceinline__ void deal_rows() const {
     constexpr int kRows = kClusterTokens / 32;
     uint32_t count[kRows] = {}, more[kRows] = {}, all = 0, most = 0;
@@ -276,8 +277,8 @@ struct ClusterCta {
     rank_rows(count, length != 0);
   }
 
-  // Each cluster's first row is the row with its number. Of the remaining rows, the longest goes to the cluster whose
-  // first row is shortest: rows are ranked by key, first rows above all others, longer rows above shorter ones.
+  // The first row of cluster i is row i. Of the remaining rows, the longest goes to the cluster whose first row is
+  // shortest: rows are ranked by key, first rows above all remaining rows, longer rows above shorter rows.
   template <int kRows>
   __device__ __forceinline__ void rank_rows(const uint32_t (&count)[kRows], bool cut) const {
     const bool ranked = a.m > clusters || (a.m == clusters && cut);
@@ -455,10 +456,10 @@ struct ClusterCta {
       load_down(down, list, at);
     }
     prefetch(list, at + kRound, kGated);
-    // For one token, let the next kernel start now. In a decoder that is a matrix-vector product, and its weight loads
-    // then queue behind the loads above.
+    // For one token, let the next kernel start now. In a decoder, the next kernel is a matrix-vector product, whose
+    // weight loads then queue behind the loads above.
     if (kDealt && a.m == 1) ptx::griddepcontrol_launch_dependents();
-    // This comes after the loads, because the other warps need not wait to know what comes next.
+    // The next unit is looked up after the loads, because no other warp waits for this information.
     if (warp == kListing && (!ends || unit_after(unit) < units)) {
       const Unit then = ends ? unit_at(unit_after(unit)) : Unit{u.row, from + kClusterListed};
       list_part(then.row, then.begin, listed ^ 1);
@@ -564,7 +565,7 @@ struct ClusterCta {
                                              float4& sum) const {
     const uint32_t first = kDealt ? shared.cuts[row] : shared.starts[row] / share;
     const auto place = [&](int64_t at) { return reinterpret_cast<float4*>(a.partials + at * a.k) + quad; };
-    // With runs, the row is the last one of cluster `first`, and the first one of the others.
+    // With runs, the row is the last row of cluster `first`, and the first row of the other clusters that compute it.
     const auto place_in_run = [&](uint32_t c) { return place(2 * c + (c == first)); };
     if (some) *(kDealt ? place(unit < a.m ? row : unit) : place_in_run(cluster)) = sum;
     __threadfence();
@@ -587,8 +588,8 @@ struct ClusterCta {
     return done;
   }
 
-  // Called by one warp of each cluster: writes the cluster's l1 and, if it then finds the l1 of all clusters, adds them
-  // in order. Two warps may both find all of them; they write the same sum.
+  // Called by one warp of each cluster: writes the cluster's l1 and, if the warp then finds the l1 of all clusters,
+  // adds these in order. Two warps may both find the l1 of all clusters; then both write the same sum.
   __device__ __forceinline__ void add_l1() const {
     const int with_l1 = used();
     float sum = warp_sum(static_cast<int>(lane) < kWarps ? shared.l1_of[lane] : 0.0f);

@@ -22,9 +22,9 @@ struct RowArguments {
 
 constexpr int kMaxGrid = 144;  // CTAs: no sm_90 has more SMs
 
-// Lists the nonzeros of a wide segment, as list_nonzeros does for a whole row: those that are among nonzeros first ..
-// first + size - 1 of the row, with the row's nonzero `first` at list[0]. The segment is that of column tile `tile`,
-// and the row has `before` nonzeros in earlier column tiles. Called by all lanes of a warp.
+// Lists the nonzeros of a wide segment that are among nonzeros first .. first + size - 1 of the row, as list_nonzeros
+// does for a whole row, with the row's nonzero `first` at list[0]. The segment is that of column tile `tile`, and the
+// row has `before` nonzeros in earlier column tiles. Called by all lanes of a warp.
 __device__ __forceinline__ void list_wide(const Packed& packed, int64_t row, int64_t n, int tile, uint32_t before,
                                           uint32_t first, uint32_t size, uint32_t lane, uint32_t* list) {
   const uint32_t column = tile * kColumnTile + 8 * lane;
@@ -126,7 +126,7 @@ __device__ __forceinline__ void scale_add(float (&sums)[8], const uint4& w, floa
   for (int i = 0; i < 8; ++i) sums[i] = fmaf(v[i], h, sums[i]);
 }
 
-// sums = from + sums. This kernel has written `from`, possibly in another CTA, so the read bypasses L1.
+// sums = from + sums. The read bypasses L1, because another CTA of this kernel may have written `from`.
 __device__ __forceinline__ void add_eight(const float4* from, float (&sums)[8]) {
   const float4 p = __ldcg(from), q = __ldcg(from + 1);
   sums[0] = p.x + sums[0], sums[1] = p.y + sums[1], sums[2] = p.z + sums[2], sums[3] = p.w + sums[3];

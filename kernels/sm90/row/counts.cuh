@@ -6,8 +6,8 @@
 
 namespace sparsellm::row {
 
-// Lists nonzeros first..last - 1 of the row, columns ascending, at list[0..], as list_nonzeros does. This version takes
-// less time if one warp lists alone: each lane has a column tile of its own, and one scan serves 32 of them.
+// Lists nonzeros first..last - 1 of the row, columns ascending, at list[0..], as list_nonzeros does, but in less time
+// if one warp lists alone: each lane has a column tile of its own, and one scan serves 32 of them.
 __device__ __forceinline__ void list_at_once(const Packed& packed, int64_t row, int64_t n, uint32_t first,
                                              uint32_t last, uint32_t lane, uint32_t* list) {
   const int tiles = static_cast<int>((n + kColumnTile - 1) / kColumnTile);
@@ -55,7 +55,8 @@ __device__ __forceinline__ void count_rows(const Packed& packed, int m, int64_t 
   const int tiles = static_cast<int>((n + kColumnTile - 1) / kColumnTile);
   // Lane 8 t + s sums rows 8 s .. 8 s + 7 over column tiles t, t + 4, ..., two rows per word. A sum never carries into
   // the other row: a lane has at most 64 of the 256 column tiles, so up to 16,384 nonzeros, and together with lane 8 (t
-  // ^ 1) + s up to 32,768. All 65,536 would not fit in 16 bits, so the last addition is of separated halves.
+  // ^ 1) + s up to 32,768. A count of all 65,536 columns would not fit in 16 bits, so the two halves are separated
+  // before the last addition.
   uint32_t pairs[4] = {};
   const uint4* eight = reinterpret_cast<const uint4*>(tile_counts(packed)) + lane;
   for (int first = 0; first < tiles; first += 32) {

@@ -8,9 +8,9 @@
 // y can use the same registers in turn. The warps of a CTA take neighbouring rows, which tend to share neurons and so
 // find weights in L1.
 //
-// Rows with many nonzeros are planned beforehand: they come first, and are cut into chunks. Each chunk is a unit that
-// writes a float32 sum, and the warp that finishes last adds the sums. If no memory is left for such sums, one warp
-// computes all chunks of the row in turn and adds them in the same order, so the bits are the same.
+// Rows with many nonzeros are planned beforehand: these rows come first, and are cut into chunks. Each chunk is a unit
+// that writes a float32 sum, and the warp that finishes last adds the sums. If no memory is left for such sums, one
+// warp computes all chunks of the row in turn and adds them in the same order, so the bits are the same.
 #pragma once
 
 #include "row/common.cuh"
@@ -38,7 +38,7 @@ struct ManyArguments : RowArguments {  // tickets: [4]
   float* row_l1;      // [m] each row's sum of |h|
 };
 
-// Nonzeros per chunk. They depend only on the row's count and the number of tokens: with smallest = 8, a row of 100
+// Nonzeros per chunk, which depend only on the row's count and the number of tokens: with smallest = 8, a row of 100
 // nonzeros has chunks of 8, one of 400 has chunks of 25, and one of 2,000 has chunks of 64.
 __device__ __forceinline__ int chunk_of(int count, int smallest) {
   return min(max((count + kEqualChunks - 1) / kEqualChunks, smallest), kListed);
@@ -96,7 +96,7 @@ struct ManyWarp {
   static constexpr int kDepth = 16 / kVectors < 8 ? 16 / kVectors : 8;  // weight rows in flight
   static constexpr int kPiece = 256 * kVectors;
   using Sums = float[kVectors][8];
-  // Role of a chunk's sum: it is the whole row's, or the first, a middle or the last one of several.
+  // Role of a chunk's sum: the sum of a whole row, or the first, a middle or the last sum of several.
   enum Place { kWhole, kFirst, kMiddle, kLast };
 
   const ManyArguments& a;
@@ -228,8 +228,8 @@ struct ManyWarp {
     });
   }
 
-  // Writes a piece of a chunk's sum: as y if it is the whole or the last one, otherwise as float32 at `to`. Middle and
-  // last chunks add the sum of the previous chunks, at `to`.
+  // Writes a piece of a chunk's sum: as y if the chunk is the whole row or the last chunk, otherwise as float32 at
+  // `to`. Middle and last chunks add the sum of the previous chunks, at `to`.
   __device__ __forceinline__ void leave(Place place, int64_t row, float* to, int piece, const Sums& sums) const {
     __nv_bfloat16* y = a.y + row * a.k + column_of(piece);
     float4* floats = reinterpret_cast<float4*>(to + column_of(piece));

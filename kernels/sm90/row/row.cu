@@ -1,7 +1,8 @@
 // row_ffn: the row engine. For each token, y = sum over the token's nonzeros of h_n w_down_t[n], with h_n = g_n (x .
 // w_up[n]), from the packed gate; h is never in global memory. Fewer than 1,536 tokens use one kernel
 // (row/cluster.cuh), more tokens a small planning kernel and one kernel (row/many.cuh). row_rest is the kernel for many
-// tokens; the tile engine launches it last, as its overflow path, and it ends at once if the lists did not overflow.
+// tokens as the overflow path of the tile engine, which launches row_rest last; row_rest ends at once if the lists did
+// not overflow.
 //
 // Numerics: u is accumulated in float32 and rounded to bf16 once; h = g u is rounded to bf16 once (non-gated: h = g); y
 // is accumulated in float32 and rounded once. A row's nonzeros, columns ascending, are cut into chunks. The cuts depend
@@ -39,7 +40,8 @@ int many_warps(int64_t k) {
 struct Layout {
   int64_t partials = 0, l1 = 0, units = 0, arrivals = 0, slots = 0, totals = 0, bytes = 0, slot_capacity = 0;
 
-  // planned: row_ffn, for any number of tokens. Otherwise row_rest: the kernel for many tokens, without planning.
+  // planned: for row_ffn, with any number of tokens. Not planned: for row_rest, which runs the kernel for many tokens
+  // without planning.
   Layout(int64_t m, int64_t k, int64_t n, bool planned) {
     if (planned && for_runs(m, k)) {
       const int64_t rows = for_clusters(m, k) ? m + max_clusters(4, kClusterWarps) : 2 * kMaxClusters;
@@ -151,7 +153,7 @@ cudaError_t run_many(const RowArguments& common, const int32_t* only_if, void* w
   ManyArguments a = {common};
   a.only_if = only_if;
   // Few rows fill the device only if they are cut into short chunks. Of many rows, only those are cut that would still
-  // be running after all others are done.
+  // run when all other rows are done.
   a.smallest_chunk = m <= 512 ? 8 : m <= 1024 ? 16 : m <= 2048 ? 32 : kListed;
   a.heavy_above = !planned ? 1 << 30 : m <= 8192 ? a.smallest_chunk : m <= 32768 ? 2 * kListed : 4 * kListed;
   const int64_t range = m / (grid * kManyWarps);

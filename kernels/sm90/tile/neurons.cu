@@ -16,7 +16,8 @@
 // A token tile's nonzeros are contiguous in the lists. So the threads of a token tile's CTA take equal numbers of them,
 // wherever blocks start, and load several at a time.
 //
-// Everything is integers. The order of a block's nonzeros may differ between runs; no result depends on it.
+// All arithmetic is on integers. The order of a block's nonzeros may differ between runs; no result depends on this
+// order.
 #include "common/host.h"
 #include "tile/plan.cuh"
 
@@ -32,9 +33,9 @@ constexpr int kSlotParts = 3;                      // CTAs that share a neuron t
 constexpr int kShares = 128;                       // shares of all work: about one per CTA
 constexpr int kMinShare = 32;                      // blocks; a smaller tile is not worth cutting
 constexpr int kBatch = 4;                          // loads in flight per thread
-// The slots of one half are in two groups, its own and that of both halves. In a group, a token tile's 128 tokens have
-// contiguous slots, at most 128, which can begin anywhere: slots 60 to 187 are in blocks 0, 1 and 2. So a token tile
-// contributes to at most three blocks of a group, and six of a half.
+// The slots of one half are in two groups: the slots of that half alone, and the slots of both halves. In a group, a
+// token tile's 128 tokens have contiguous slots, at most 128, which can begin anywhere: slots 60 to 187 are in blocks
+// 0, 1 and 2. So a token tile contributes to at most three blocks of a group, and six of a half.
 constexpr int kParts = 6;
 
 // Calls use(i, load(i)) for i = first, first + stride, ... below `end`, with kBatch loads in flight.
@@ -64,7 +65,7 @@ __device__ __forceinline__ Range list_of(const TilePlan& plan, int tile, int col
 }
 
 // Calls use(index in the lists, position within the tile, slot) for all nonzeros of a token tile, by all threads of a
-// CTA. Each warp has an equal, contiguous part of them.
+// CTA. Each warp has an equal, contiguous part of the nonzeros.
 template <class Use>
 __device__ __forceinline__ void for_each_nonzero(const TilePlan& plan, int tile, int column_tiles, Use use) {
   __shared__ uint32_t starts[2 * kMaxBlocks + 1];  // of the first half's blocks, of the second half's, and the end
@@ -220,8 +221,8 @@ __device__ __forceinline__ void count_groups(const uint32_t* first, const uint32
   __syncthreads();
 }
 
-// Computes the slots of a neuron tile, with kSlotParts CTAs. Each counts the tokens in all words of the tile's masks,
-// and numbers those of its own part of the words.
+// Computes the slots of a neuron tile, with kSlotParts CTAs. Each CTA counts the tokens in all words of the tile's
+// masks, and numbers the tokens in its own part of the words.
 __global__ void __launch_bounds__(kPlanThreads, 2)
     slots_kernel(const TilePlan plan, int token_tiles, const NeuronPlan out) {
   __shared__ uint32_t warp_sums[32], sizes[3], earlier[3];  // of each group: all tokens; those before this CTA's part
@@ -279,8 +280,8 @@ __global__ void __launch_bounds__(kPlanThreads, 2)
   }
 }
 
-// The block of part `part` of a token tile, in half tile part / kParts. Parts 0 to 2 of a half are the blocks of its
-// own group from the token tile's first slot on, parts 3 to 5 those of the group of both halves.
+// The block of part `part` of a token tile, in half tile part / kParts. Parts 0 to 2 of a half are the blocks of the
+// half's own group from the token tile's first slot on; parts 3 to 5 are the blocks of the group of both halves.
 __device__ __forceinline__ int block_of(const NeuronPlan& out, int token_tiles, int token_tile, int part) {
   const int half = part / kParts, which = part % kParts >= 3 ? 1 : half % 2 * 2;
   const int64_t words = token_tiles * 4;

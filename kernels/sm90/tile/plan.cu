@@ -7,7 +7,7 @@
 //
 // A CTA reads its tile's rows three times: to find which neurons fire; to count how many nonzeros each warp has in each
 // block; and to put the nonzeros into the lists. A warp's rows are read as one sequence of quads (16 aligned bytes of a
-// row), 32 quads at a time: if each lane had a row, all lanes would wait for the longest one.
+// row), 32 quads at a time: if each lane had a row, all lanes would wait for the longest row.
 //
 // Values are only moved. The nonzeros of a half's block are sorted by row modulo 8 (16 with 1,024 threads), then by
 // row, then by column: the same in every run. The location of a tile's list and the order of equally full tiles may
@@ -150,7 +150,7 @@ __device__ __forceinline__ void order_tiles(const Packed& packed, int64_t m, con
   }
 }
 
-// One CTA, which plans one token tile; its steps are in the order in which they run. Methods are called by all threads.
+// One CTA, which plans one token tile. The methods are in the order in which they run, and are called by all threads.
 template <int kPlanThreads>
 struct TilePlanner {
   static constexpr int kPlanWarps = kPlanThreads / 32;
@@ -263,7 +263,7 @@ struct TilePlanner {
   }
 
   // Numbers the neurons: slots go first to those that only the first half fires, then to those of both halves, then to
-  // those of the second half only. Then the tile's size is known, and the tile takes its place in the lists.
+  // those of the second half only. Once the size of the tile is known, the tile takes its piece of the lists.
   __device__ __forceinline__ void number_slots() {
     const int words = column_tiles * 8, per_thread = (words + kPlanThreads - 1) / kPlanThreads;
     const int begin = threadIdx.x * per_thread, end = min(begin + per_thread, words);  // words of 32 neurons
@@ -308,7 +308,7 @@ struct TilePlanner {
       plan.tiles[tile] = make_int4(size, blocks, blocks_of(own + both), own == size ? blocks : own / kBlockColumns);
       ptx::add_release(plan.totals + kPlanTickets, 1);
     }
-    // The last block's empty slots name the last neuron. They have no nonzeros, so they add nothing to a result.
+    // The last block's empty slots name the last neuron. Empty slots have no nonzeros, so they add nothing to a result.
     if (warp == kPlanWarps - 1 && size % kBlockColumns != 0) {
       const uint16_t neuron = slots[size - 1];
 #pragma unroll 1
@@ -386,8 +386,8 @@ __global__ void __launch_bounds__(kPlanThreads, 2048 / kPlanThreads)
     tile_plan_kernel(const Packed packed, int64_t m, int64_t n, const TilePlan plan) {
   using Planner = TilePlanner<kPlanThreads>;
   extern __shared__ uint32_t dynamic[];
-  // Declared one by one rather than as a struct, so that the compiler knows that a store to one changes none of the
-  // others.
+  // The variables are declared one by one rather than as a struct, so that the compiler knows that a store to one
+  // variable changes no other variable.
   __shared__ Row rows_of[Planner::kPlanWarps][Planner::kRows];
   __shared__ uint32_t warp_sums[Planner::kPlanWarps];
   __shared__ uint2 slots_of[Planner::kPlanWarps];

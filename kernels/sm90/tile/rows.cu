@@ -1,10 +1,10 @@
 // pack_rows: copies each token's nonzeros out of the segments of the packed gate, so that they are contiguous. A warp
 // has one row, and each of its lanes one segment at a time; all lanes together read a wide segment.
 //
-// A long row (more than kRowCapacity nonzeros) is stored behind all others. Its own place, of 512 words, has the row's
-// first 511 nonzeros and, in its last word, the index in plan.rows where the whole row starts. Long rows reserve their
-// memory by adding to totals[kLongWords]. A row that does not fit is not written, and tile_plan, which reads that sum,
-// leaves the whole call to the overflow path.
+// A long row (more than kRowCapacity nonzeros) is stored behind all other rows. The 512 words that every row has then
+// contain the first 511 nonzeros and, in the last word, the index in plan.rows where the whole row starts. Long rows
+// reserve their memory by adding to totals[kLongWords]. A row that does not fit is not written, and tile_plan, which
+// reads that sum, leaves the whole call to the overflow path.
 //
 // Numerics: copies. The location of a long row may differ between runs; no result depends on it.
 #include "common/host.h"

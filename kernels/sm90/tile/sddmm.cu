@@ -206,8 +206,8 @@ __device__ __forceinline__ float rounded(float value) { return __bfloat162float(
 // nonzeros of block b are lists[bounds[b]] .. lists[bounds[b + 1] - 1]. Blocks that the half does not need have none.
 using Bounds = uint32_t[kItemBlocks + 1];
 
-// A consumer thread's nonzeros of an item: `first`, first + 128, ... of those of its half. It loads the first kWords of
-// them before the product is available, and any others when it reads them from the product.
+// A consumer thread's nonzeros of an item: `first`, first + 128, ... of the nonzeros of its half. The thread loads its
+// first kWords nonzeros before the product is available, and the rest when it reads the product.
 template <Epilogue kEpilogue>
 struct ItemEpilogue {
   static constexpr int kWords = kEpilogue == kGradient ? 5 : 6;
@@ -311,7 +311,8 @@ struct ItemEpilogue {
 };
 
 // Consumer warp `warp` of eight. The first two items of a CTA are dealt to it by a fixed rule (without a product, all
-// items are). Later items are drawn: some SMs are nearer to L2 than others, and a CTA that finishes earlier takes more.
+// items are). Later items are drawn, so that a CTA that finishes earlier, for example because its SM is nearer to L2,
+// takes more items.
 template <Epilogue kEpilogue>
 struct Consumer {
   using ThisEpilogue = ItemEpilogue<kEpilogue>;
@@ -380,8 +381,8 @@ struct Consumer {
     }
   }
 
-  // The rows of the next item are requested before the current item is multiplied, and handed over afterwards. If there
-  // is no token, row 0 replaces it, because no list names its product.
+  // The rows of the next item are requested before the current item is multiplied, and handed over afterwards. Row 0
+  // stands in for a token that does not exist, because no list names that token's product.
   __device__ __forceinline__ void ask_for_rows(const Item& item) {
     if (!item.exists()) return;
     const TilePlan& plan = problem.plan;
@@ -428,8 +429,8 @@ struct Consumer {
     for (int b = 0; b <= kItemBlocks; ++b) next_bounds[b] = blocks == 0 ? 0 : starts[min(b, blocks)];
   }
 
-  // Publishes the item that was drawn two rounds ahead, in the place of this round's item. That may be overwritten,
-  // because every reader has read this round's item before this warpgroup gets the round's last stage.
+  // Publishes the item that was drawn two rounds ahead, by overwriting this round's item. Every reader has read this
+  // round's item before this warpgroup gets the round's last stage.
   __device__ __forceinline__ void publish_draw(int round) {
     if (!draws) return;
     memory.shared.items[round & 1] = problem.item_at(2 * static_cast<int>(gridDim.x) + ticket);

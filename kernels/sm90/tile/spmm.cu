@@ -83,8 +83,8 @@ struct Rounds {
 
   __device__ __forceinline__ int unit_in(int round) const { return deal(round, blockIdx.x, gridDim.x); }
 
-  // The code of a round's tile, or of the first tile for a round that does not exist. It is requested a round ahead, so
-  // that it arrives in time.
+  // The code of a round's tile, or of the first tile for a round that does not exist. The code is requested a round
+  // ahead, so that it arrives in time.
   __device__ __forceinline__ int4 code_in(int round) const {
     const int unit = unit_in(round);
     return a.order[unit < units ? unit / column_tiles : 0];
@@ -95,9 +95,9 @@ struct Rounds {
 // time in turn.
 template <int kSources>
 struct Producer {
-  // This thread's slots of two blocks, and where its consumer's pieces of the list are. They are requested while the
-  // previous two blocks are copied, so that they arrive in time. A tile's slots and starts are allocated for an even
-  // number of blocks.
+  // This thread's slots of two blocks, and where its consumer's pieces of the list are. Slots and bounds are requested
+  // while the previous two blocks are copied, so that they arrive in time. A tile's slots and starts are allocated for
+  // an even number of blocks.
   struct Known {
     uint2 slots[2];
     uint32_t starts[3];
@@ -350,8 +350,8 @@ struct Consumer {
   }
 
   // Each warp zeroes the 16 rows that its own share of a product reads, once the product has ended for this warp. Three
-  // operand tiles take turns. So between the zeroing of one and the next scattering into it, by all warps, there is
-  // always the barrier of the scattering into another.
+  // operand tiles take turns. So the barrier of the scattering into another tile always lies between the zeroing of a
+  // tile and the next scattering, by all warps, into that tile.
   __device__ __forceinline__ void zero(uint32_t operand_tile) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

@@ -39,7 +39,7 @@ static_assert(kTicketBlocks < kRowStages, "kTicketBlocks must be below kRowStage
 
 constexpr int kDrawingThread = 0;
 
-// The named barrier (bar.sync) of consumer c's 128 threads is kConsumerBarrier + c. __syncthreads uses 0.
+// The named barrier (bar.sync) of the 128 threads of consumer c is kConsumerBarrier + c; __syncthreads uses barrier 0.
 enum NamedBarrier { kConsumerBarrier = 1 };
 
 // The units of a piece are drawn one after another, all columns of a half together.
