@@ -77,8 +77,8 @@ __device__ __forceinline__ uint32_t exclusive_scan(uint32_t value, uint32_t lane
 // to 23, 80 to 87, 144 to 151 and 208 to 215 of row 1.
 // chunks: the shared address of the lane's columns for j = 0; the columns for j are kApart j bytes further. Writes all
 // words of the segment except word 0, the count, which it returns. If the nonzeros do not fit in the words, writes the
-// segment's values to `wide`, which points to the row's column `first`. Writes nothing for a row that is not `some`, and
-// nothing for columns >= n. Sets bit 8 j + i of `seen` if column i of the lane's eight for j is not zero.
+// segment's values to `wide`, which points to the row's column `first`. Writes nothing for a row that is not `some`,
+// and nothing for columns >= n. Sets bit 8 j + i of `seen` if column i of the lane's eight for j is not zero.
 template <uint32_t kApart = 128>
 __device__ __forceinline__ uint32_t pack_four_rows(uint32_t chunks, bool some, uint32_t lane, uint32_t first, int64_t n,
                                                    int column_tiles, uint32_t* words, __nv_bfloat16* wide,
