@@ -138,7 +138,7 @@ def forward(
         _sampled(unions, shape, programs, x, w_up, u[0], m)
     sums = x.new_empty(len(kept.starts), dtype=torch.float32)
     nonzeros.keep[len(kept.starts),](
-        z, u[0] if u else hidden, hidden, kept.bits, _order(unions), kept.places, kept.sizes, totals, sums, kept.gates,
+        z, u[0] if u else hidden, hidden, kept.bits, unions.order, kept.places, kept.sizes, totals, sums, kept.gates,
         kept.ups, kept.starts, m, tiles(n, 32), capacity, GATED=bool(u), SAVING=saving, **_by_token(unions, n),
     )  # fmt: skip
     y = torch.empty_like(x)
@@ -163,7 +163,6 @@ def backward(
     w_down_t, first = _by_neuron(w_down, None, x.dtype), w_up if w_gate is None else w_gate
     kept = _found(saved, x, n, gated)
     unions = _unions_of_tokens(kept, TOKENS, sizes.sampled)
-    ordered = unions.order is not None
     hidden, dz, *du = (x.new_empty((len(kept.sizes) * TOKENS, unions.pitch)) for _ in range(3 if gated else 2))
     by_neuron, bits = _by_neurons(kept, m, n, sizes.neurons)
     of_neurons = _rounded(n, PITCH_MULTIPLE), by_neuron.pitch  # the shape of the tile matrices by neuron
@@ -175,17 +174,17 @@ def backward(
     if gated:
         _sampled(unions, sizes.sampled, programs, x, w_up, u, m, unless=capacity)
     nonzeros.gradient[len(kept.starts),](
-        hidden, dz, du[0] if gated else dz, z, u, dl1, kept.bits, _order(unions), kept.places, kept.sizes, kept.totals,
+        hidden, dz, du[0] if gated else dz, z, u, dl1, kept.bits, unions.order, kept.places, kept.sizes, kept.totals,
         kept.gates, kept.ups, kept.starts, m, tiles(n, 32), capacity, GATED=gated, **_by_token(unions, n),
     )  # fmt: skip
     dx = torch.empty_like(x)
     _gathered(unions, sizes.gathered, dz, first, dx, m, (du[0], w_up) if gated else None)
 
     nonzeros.regroup[REGROUP_PROGRAMS * programs,](
-        dz, du[0] if gated else dz, hidden, bits, kept.places, kept.positions if ordered else kept.places,
+        dz, du[0] if gated else dz, hidden, bits, kept.places, None if unions.order is None else kept.positions,
         by_neuron.order, by_neuron.slots, by_neuron.places, by_neuron.sizes, by_neuron.items, by_neuron.totals, stacked,
         turned, m, by_neuron.pitch, N=n, PITCH=unions.pitch, TOKENS=TOKENS, TILE=by_neuron.tile,
-        BLOCK=by_neuron.block, ORDERED=ordered, GATED=gated, **REGROUP,
+        BLOCK=by_neuron.block, GATED=gated, **REGROUP,
     )  # fmt: skip
     weights = torch.float32 if float_weights else x.dtype
     *firsts, dw_down_t = (x.new_empty((n, k), dtype=weights) for _ in range(3 if gated else 2))
@@ -213,7 +212,7 @@ def _by_token(unions: Unions, n: int) -> dict[str, Any]:
     rows, words = min(ROWS, unions.tile), triton.next_power_of_2(tiles(n, 32))
     return {
         "N": n, "PITCH": unions.pitch, "TILE": unions.tile, "ROWS": rows, "WORDS": words, "BLOCK": PITCH_MULTIPLE,
-        "ORDERED": unions.order is not None, "num_warps": min(32, max(1, rows * words // 128)),
+        "num_warps": min(32, max(1, rows * words // 128)),
     }  # fmt: skip
 
 
@@ -229,10 +228,8 @@ def _plan(
     """Fill the arrays of `unions`. fired: gets 1 for each column that fires; if not None, totals are counted too.
     names: what the slots contain instead of the columns' numbers."""
     plan.plan[tiles(rows, unions.tile),](
-        bits, _order(unions), unions.slots if names is None else names, unions.slots, unions.places, unions.sizes,
-        unions.items, unions.totals, unions.slots if fired is None else fired, rows, columns, unions.pitch,
-        TILE=unions.tile, BLOCK=unions.block, ORDERED=unions.order is not None, NAMED=names is not None,
-        LISTING=listing, COUNTING=fired is not None, num_warps=8, **PLAN,
+        bits, unions.order, names, unions.slots, unions.places, unions.sizes, unions.items, unions.totals, fired, rows,
+        columns, unions.pitch, TILE=unions.tile, BLOCK=unions.block, LISTING=listing, num_warps=8, **PLAN,
     )  # fmt: skip
     if listing:
         _descending(unions.sizes, unions.longest)
@@ -251,10 +248,7 @@ def _by_neurons(kept: Kept, m: int, n: int, tile: int) -> tuple[Unions, Tensor]:
     turned, counts, keys, order = integers(n, tiles(m, 32)), kept.bits.new_zeros((PARTS, n)), integers(n), integers(n)
     grid = tiles(m, 32 * TURN["GROUPS"]), tiles(n, 32 * TURN["WORDS"])
     named = kept.order if len(kept.order) else None
-    plan.turn[grid](
-        kept.bits, kept.bits if named is None else named, turned, counts, m, n, PARTS=PARTS, ORDERED=named is not None,
-        num_warps=8, **TURN,
-    )  # fmt: skip
+    plan.turn[grid](kept.bits, named, turned, counts, m, n, PARTS=PARTS, num_warps=8, **TURN)
     plan.classify[tiles(n, CLASSIFY["COLUMNS"]),](counts, keys, n, PARTS=PARTS, **CLASSIFY)
     _descending(keys, order)
     count, pitch, block = tiles(n, tile), _rounded(m, PITCH_MULTIPLE), PITCH_MULTIPLE
@@ -266,17 +260,13 @@ def _by_neurons(kept: Kept, m: int, n: int, tile: int) -> tuple[Unions, Tensor]:
     return unions, turned
 
 
-def _order(unions: Unions) -> Tensor:
-    return unions.slots if unions.order is None else unions.order  # kernels that are not ORDERED read neither
-
-
 def _sampled(
     unions: Unions, shape: Shape, programs: int, x: Tensor, w: Tensor, out: Tensor, m: int, unless: int = -1
 ) -> None:
     """Launch `sampled`. unless: a call with at most this many nonzeros is skipped."""
     products.sampled[programs,](
-        x, w, _order(unions), unions.slots, unions.sizes, unions.items, unions.totals, out, m, unless, K=x.shape[1],
-        PITCH=unions.pitch, TILE=unions.tile, BLOCK=shape.columns, ORDERED=unions.order is not None, **_launch(shape),
+        x, w, unions.order, unions.slots, unions.sizes, unions.items, unions.totals, out, m, unless, K=x.shape[1],
+        PITCH=unions.pitch, TILE=unions.tile, BLOCK=shape.columns, **_launch(shape),
     )  # fmt: skip
 
 
@@ -287,10 +277,8 @@ def _gathered(
     """out = a b (and more_out, if `a` has two matrices stacked), plus the matmul of `more` (a, b), if given."""
     k = b.shape[1]
     products.gathered[len(unions.sizes) * tiles(k, shape.columns),](
-        a, b, *(more or (a, b)), unions.slots, unions.sizes, unions.longest, _order(unions), out,
-        out if more_out is None else more_out, rows, unions.pitch, K=k, TILE=unions.tile, COLUMNS=shape.columns,
-        STACKED=1 if more_out is None else 2, PAIRS=1 if more is None else 2, ORDERED=unions.order is not None,
-        **_launch(shape),
+        a, b, *(more or (None, None)), unions.slots, unions.sizes, unions.longest, unions.order, out, more_out, rows,
+        unions.pitch, K=k, TILE=unions.tile, COLUMNS=shape.columns, **_launch(shape),
     )  # fmt: skip
 
 

@@ -55,14 +55,12 @@ def clear(rows, size, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def positions(
-    bits, order, m, of_row, PITCH: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, ORDERED: tl.constexpr
-):  # fmt: skip
+def positions(bits, order, m, of_row, PITCH: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr):
     """For the ROWS positions of this program: (their tokens [ROWS]; the words of their bits [ROWS, WORDS], 0 after the
     last token; the offsets of their rows of a tile matrix, int64 [ROWS, 1])."""
     position = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there, token = position < m, position
-    if ORDERED:
+    if order is not None:
         token = tl.load(order + position, mask=there, other=0)
     return token, words_of(bits, token, there, of_row, WORDS), position.to(tl.int64)[:, None] * PITCH
 
@@ -71,7 +69,7 @@ def positions(
 def keep(
     z, u, hidden, bits, order, places, sizes, totals, sums, gates, ups, starts, m, of_row, capacity,
     N: tl.constexpr, PITCH: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
-    BLOCK: tl.constexpr, ORDERED: tl.constexpr, GATED: tl.constexpr, SAVING: tl.constexpr,
+    BLOCK: tl.constexpr, GATED: tl.constexpr, SAVING: tl.constexpr,
 ):  # fmt: skip
     """The tile matrix hidden: h = g * u (not GATED: g), where g = relu(z), z [M, N], and u is a tile matrix. Each
     program writes its sum of |h| to `sums`, float32. Program i: ROWS positions, a divisor of TILE. WORDS: at least the
@@ -80,7 +78,7 @@ def keep(
     SAVING: gates and ups, [capacity], get g and u of every nonzero. If there are more nonzeros than capacity, nothing
     is saved, totals[REST] is 1, and backward recomputes g and u.
     """
-    token, words, row = positions(bits, order, m, of_row, PITCH, ROWS, WORDS, ORDERED)
+    token, words, row = positions(bits, order, m, of_row, PITCH, ROWS, WORDS)
     tile, counts = tl.program_id(0) * ROWS // TILE, ones(words)
     hidden, u, z = hidden + row, u + row, z + token.to(tl.int64)[:, None] * N
     clear(hidden, tl.load(sizes + tile), ROWS, BLOCK)
@@ -118,13 +116,13 @@ def keep(
 def gradient(
     dh, dz, du, z, u, dl1, bits, order, places, sizes, totals, gates, ups, starts, m, of_row, capacity,
     N: tl.constexpr, PITCH: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
-    BLOCK: tl.constexpr, ORDERED: tl.constexpr, GATED: tl.constexpr,
+    BLOCK: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """The tile matrices dz and du (not GATED: dz). In dh, entries that fire are replaced by h. dl1: float32 [1].
 
     If forward saved nothing, the tile matrices z and u hold the recomputed values. Programs: as in `keep`.
     """
-    _, words, row = positions(bits, order, m, of_row, PITCH, ROWS, WORDS, ORDERED)
+    _, words, row = positions(bits, order, m, of_row, PITCH, ROWS, WORDS)
     tile, counts = tl.program_id(0) * ROWS // TILE, ones(words)
     dh, dz, du, size = dh + row, dz + row, du + row, tl.load(sizes + tile)
     clear(dz, size, ROWS, BLOCK)
@@ -161,14 +159,15 @@ def gradient(
 def regroup(
     dz, du, hidden, bits, places, positions, neurons, slots, columns, sizes, items, totals, stacked, turned, m, pitch,
     N: tl.constexpr, PITCH: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, WORDS: tl.constexpr, ORDERED: tl.constexpr, GATED: tl.constexpr,
+    ROWS: tl.constexpr, WORDS: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """Rearrange tile matrices by tokens into tile matrices by neurons: `stacked` from dz and, below it, du; `turned`
     from hidden.
 
     bits [N, ceil(M / 32)], whose columns are positions, slots, columns (as `places` of `plan`), sizes, items and pitch
-    describe tiles of TILE neurons; places [., PITCH] describes tiles of TOKENS tokens; positions has the position of
-    each token that a slot names (ORDERED). Programs take parts in turn: ROWS rows of an item, WORDS words at a time.
+    describe tiles of TILE neurons; places [., PITCH] describes tiles of TOKENS tokens. positions: if tokens are
+    ordered, the position of each token, else None. Programs take parts in turn: ROWS rows of an item, WORDS words at a
+    time.
     """
     PARTS: tl.constexpr = TILE // ROWS
     STACKED: tl.constexpr = 2 if GATED else 1
@@ -192,7 +191,7 @@ def regroup(
         of_tile = slots + tile.to(tl.int64) * pitch
         first = tl.load(of_tile + begin)
         last = tl.load(of_tile + tl.minimum(begin + BLOCK, tl.load(sizes + tile)) - 1)
-        if ORDERED:
+        if positions is not None:
             first, last = tl.load(positions + first), tl.load(positions + last)
         tl.debug_barrier()  # all entries are cleared before any is filled in
         for start in range(first // 32, last // 32 + 1, WORDS):

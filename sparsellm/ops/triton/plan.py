@@ -64,11 +64,11 @@ def mark(z, bits, rows, N: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr
 
 @triton.jit(do_not_specialize=["rows", "columns"])
 def turn(
-    bits, order, turned, counts, rows, columns,
-    GROUPS: tl.constexpr, WORDS: tl.constexpr, PARTS: tl.constexpr, ORDERED: tl.constexpr,
+    bits, order, turned, counts, rows, columns, GROUPS: tl.constexpr, WORDS: tl.constexpr, PARTS: tl.constexpr
 ):  # fmt: skip
     """turned [columns, ceil(rows / 32)]: the transpose of bits [rows, ceil(columns / 32)], with rows in the order of
-    `order` (ORDERED). Also adds to counts, int32 [PARTS, columns], how many rows of each part fire each column.
+    `order`, or, if that is None, their own. Also adds to counts, int32 [PARTS, columns], how many rows of each part
+    fire each column.
 
     Program (i, j): GROUPS times 32 rows, WORDS words of each.
     """
@@ -77,7 +77,7 @@ def turn(
     row = tl.program_id(0) * GROUPS * 32 + tl.arange(0, GROUPS * 32)
     word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
     inside = (row < rows)[:, None] & (word < of_row)[None, :]
-    if ORDERED:
+    if order is not None:
         row = tl.load(order + row, mask=row < rows, other=0)
     words = tl.load(bits + row.to(tl.int64)[:, None] * of_row + word[None, :], mask=inside, other=0)
     bit = tl.arange(0, 32)
@@ -108,16 +108,15 @@ def classify(counts, keys, columns, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
 @triton.jit(do_not_specialize=["rows", "columns", "pitch"])
 def plan(
     bits, order, names, slots, places, sizes, items, totals, fired, rows, columns, pitch,
-    TILE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
-    ORDERED: tl.constexpr, NAMED: tl.constexpr, LISTING: tl.constexpr, COUNTING: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, LISTING: tl.constexpr,
 ):  # fmt: skip
-    """Program i finds the union of tile i: TILE rows of bits [rows, ceil(columns / 32)], those that `order` names
-    (ORDERED) or consecutive ones; ROWS rows at a time, WORDS words of each.
+    """Program i finds the union of tile i: TILE rows of bits [rows, ceil(columns / 32)], in the order of `order`, or,
+    if that is None, their own; ROWS rows at a time, WORDS words of each.
 
-    LISTING: writes slots (NAMED: names[column] instead of the column) and places, int32 [tiles, pitch], and sizes,
-    int32 [tiles], the number of slots. For each BLOCK slots of a tile, `items` gets the number tile * (pitch / BLOCK) +
-    block; the items are in any order, and totals[ITEMS] counts them.
-    COUNTING: adds the nonzeros and the union to totals, and marks the columns that fire in `fired`, uint8 [columns].
+    LISTING: writes slots (names[column] if `names` is not None, else the column) and places, int32 [tiles, pitch], and
+    sizes, int32 [tiles], the number of slots. For each BLOCK slots of a tile, `items` gets the number tile * (pitch /
+    BLOCK) + block; the items are in any order, and totals[ITEMS] counts them.
+    fired, uint8 [columns], if not None: marks the columns that fire, and adds the nonzeros and the union to totals.
     """
     tile, of_row = tl.program_id(0), tl.cdiv(columns, 32)
     bit = tl.arange(0, 32)
@@ -130,13 +129,13 @@ def plan(
         for i in range(0, TILE, ROWS):
             at = tile * TILE + i + tl.arange(0, ROWS)
             row = at
-            if ORDERED:
+            if order is not None:
                 row = tl.load(order + at, mask=at < rows, other=0)
             there = (at < rows)[:, None] & (word < of_row)[None, :]
             words = tl.load(bits + row.to(tl.int64)[:, None] * of_row + word[None, :], mask=there, other=0)
             words = words.to(tl.uint32, bitcast=True)
             union |= tl.reduce(words, 0, _or)
-            if COUNTING:
+            if fired is not None:
                 of_words += tl.sum(ones(words), 0)
         nonzeros += tl.sum(of_words, 0)
         counts = ones(union)
@@ -147,14 +146,14 @@ def plan(
         slot = before[:, None] + ones(union[:, None] & below[None, :])
         if LISTING:
             name = column
-            if NAMED:
+            if names is not None:
                 name = tl.load(names + column, mask=fires, other=0)
             tl.store(slots + tile.to(tl.int64) * pitch + slot, name, mask=fires)
             tl.store(places + tile.to(tl.int64) * pitch + column, slot, mask=column < columns)
-        if COUNTING:
+        if fired is not None:
             tl.store(fired + column, tl.full((WORDS, 32), 1, tl.uint8), mask=fires)
         size += tl.sum(counts, 0)
-    if COUNTING:
+    if fired is not None:
         tl.atomic_add(totals + NONZEROS, nonzeros.to(tl.int64))
         tl.atomic_add(totals + UNION, size.to(tl.int64))
     if LISTING:

@@ -40,7 +40,6 @@ def product(x, w, rows, columns, K: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.
 def sampled(
     x, w, order, slots, sizes, items, totals, out, m, capacity,
     K: tl.constexpr, PITCH: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr,
-    ORDERED: tl.constexpr,
 ):  # fmt: skip
     """out, a tile matrix: x w^T of each tile's tokens and the neurons of the tile's slots, also where a neuron does not
     fire; x [M, K], w [N, K].
@@ -55,7 +54,7 @@ def sampled(
         tile, block = item // (PITCH // BLOCK), item % (PITCH // BLOCK)
         position = tile * TILE + tl.arange(0, TILE)
         token = tl.where(position < m, position, 0)  # rows after the last token compute token 0; nothing reads them
-        if ORDERED:
+        if order is not None:
             token = tl.load(order + token)
         slot = block * BLOCK + tl.arange(0, BLOCK)
         there = slot < tl.load(sizes + tile)
@@ -87,16 +86,17 @@ def gathered_product(
 def gathered(
     a, b, more_a, more_b, slots, sizes, longest, order, out, more_out, rows, pitch,
     K: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    STACKED: tl.constexpr, PAIRS: tl.constexpr, ORDERED: tl.constexpr,
 ):  # fmt: skip
     """out[row] = sum over the slots s of the row's tile of a[row, s] b[slots[s]], with rows of K values.
 
-    a: a tile matrix of tiles of TILE rows. PAIRS 2: plus the same sum for more_a and more_b. STACKED 2: each tile of
-    `a` has the rows of two matrices, one below the other, whose results are `out` and `more_out`. ORDERED: `order` has
-    the row of `out` for each position. longest: the tiles with the longest sums first, so that no long sum runs last.
-    pitch is a multiple of 64, and `a` is zero from the tile's last slot to the next multiple of DEPTH.
+    a: a tile matrix of tiles of TILE rows. more_a, more_b: if not None, the same sum over these is added. more_out: if
+    not None, each tile of `a` has the rows of two matrices, one below the other, whose results are `out` and
+    `more_out`. order: if not None, the row of `out` for each position. longest: the tiles with the longest sums first,
+    so that no long sum runs last. pitch is a multiple of 64, and `a` is zero from the tile's last slot to the next
+    multiple of DEPTH.
     Program i: COLUMNS columns of one tile's rows.
     """
+    STACKED: tl.constexpr = 1 if more_out is None else 2
     BLOCKS: tl.constexpr = (K + COLUMNS - 1) // COLUMNS
     tile = tl.load(longest + tl.program_id(0) // BLOCKS)
     size = tl.load(sizes + tile)
@@ -109,14 +109,14 @@ def gathered(
     of_tile = slots + tile.to(tl.int64) * pitch + step
     sums = tl.zeros((TILE * STACKED, COLUMNS), tl.float32)
     sums = gathered_product(a + from_a, b, of_tile, size, column, sums, K, COLUMNS, DEPTH)
-    if PAIRS == 2:
+    if more_a is not None:
         sums = gathered_product(more_a + from_a, more_b, of_tile, size, column, sums, K, COLUMNS, DEPTH)
     position = tile * TILE + line % TILE
     row = position
-    if ORDERED:
+    if order is not None:
         row = tl.load(order + position, mask=position < rows, other=0)
     to = out + row.to(tl.int64) * K
-    if STACKED == 2:
+    if more_out is not None:
         to = tl.where(line < TILE, to, more_out + row.to(tl.int64) * K)
     there = (position < rows)[:, None] & inside[None, :]
     tl.store(to[:, None] + column[None, :], sums.to(out.dtype.element_ty), mask=there)
