@@ -15,6 +15,7 @@ the dtype of the weights.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import NamedTuple, Self, cast
 
 import torch
@@ -99,9 +100,7 @@ def of_step(
 def sum_norm(x: Tensor, y: Tensor, norm: RMSNorm, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """x [R, K] float32, y [R, K] of any dtype -> (x + y float32, its norm in `dtype`)."""
     if by_kernels(x):
-        from sparsellm.inference.kernels import pointwise
-
-        return pointwise.sum_norm(x, y, norm.weight, norm.eps, dtype)
+        return _kernels().sum_norm(x, y, norm.weight, norm.eps, dtype)
     x = x + y
     return x, norm(x).to(dtype)
 
@@ -129,6 +128,12 @@ def by_kernels(x: Tensor) -> bool:
     return x.is_cuda
 
 
+def _kernels() -> ModuleType:
+    from sparsellm.inference import kernels  # not above, because it imports triton, which a CPU machine may lack
+
+    return kernels
+
+
 def require_kernels(x: Tensor) -> None:
     """Raises KernelsUnavailable if x is on a GPU that cannot run the Triton kernels."""
     if not by_kernels(x) or torch.version.hip is not None:
@@ -146,9 +151,7 @@ def _heads(layer: DecoderLayer, merged: Projection, x: Tensor, y: Tensor) -> tup
     """x and y [R, K] -> (x + y, heads [R, H + 2 H_kv, D])."""
     norm = layer.input_layernorm
     if len(x) == 1 and by_kernels(x):
-        from sparsellm.inference.kernels.decoding import multiply
-
-        x, heads = multiply(merged.weight, x, y, norm.weight, norm.eps, merged.bias)
+        x, heads = _kernels().multiply(merged.weight, x, y, norm.weight, norm.eps, merged.bias)
     else:
         x, normed = sum_norm(x, y, norm, merged.weight.dtype)
         heads = F.linear(normed, *merged)
@@ -180,9 +183,7 @@ def _placed(attention: Attention, heads: Tensor, tables: Tables, places: Places,
     attention multiplies their values by zero, which gives NaN if memory of an earlier stream holds NaN.
     """
     if by_kernels(heads):
-        from sparsellm.inference.kernels.prompts import place
-
-        return place(heads, _norms(attention), *tables, places.ends, places.lengths, places.longest, *caches)
+        return _kernels().place(heads, _norms(attention), *tables, places.ends, places.lengths, places.longest, *caches)
     (keys, values), longest = caches, places.longest
     if places.padded is not None:
         heads = heads.new_zeros(len(keys) * longest, *heads.shape[1:]).index_copy_(0, places.padded, heads)
@@ -197,9 +198,7 @@ def _attend(attention: Attention, heads: Tensor, tables: Tables, lengths: Tensor
     """Attention of one token per sequence, heads [B, H + 2 H_kv, D] -> [B, H, D]. Appends keys and values to the
     caches."""
     if by_kernels(heads):
-        from sparsellm.inference.kernels.decoding import attend_to_the_past
-
-        return attend_to_the_past(heads, _norms(attention), *tables, lengths, *caches)
+        return _kernels().attend_to_the_past(heads, _norms(attention), *tables, lengths, *caches)
     keys, values = caches
     cos, sin = (table[lengths, None] for table in tables)
     q, k, v = _positioned(attention, heads, cos, sin)
@@ -225,9 +224,7 @@ def _after_attention(layer: DecoderLayer, x: Tensor, y: Tensor) -> tuple[Tensor,
     if isinstance(block, GatedFeedForward):
         first, up = block.gate_proj.weight, first
     if len(x) == 1 and by_kernels(x):
-        from sparsellm.inference.kernels.decoding import multiply
-
-        x, h = multiply(first, x, y, norm.weight, norm.eps, activation=activation, up=up)
+        x, h = _kernels().multiply(first, x, y, norm.weight, norm.eps, activation=activation, up=up)
     else:
         x, normed = sum_norm(x, y, norm, y.dtype)
         h = _activated(F.linear(normed, first), None if up is None else F.linear(normed, up), activation)
@@ -236,18 +233,12 @@ def _after_attention(layer: DecoderLayer, x: Tensor, y: Tensor) -> tuple[Tensor,
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:
     """x [R, K], weight [N, K] -> [R, N]."""
-    if len(x) > 1 or not by_kernels(x):
-        return F.linear(x, weight)
-    from sparsellm.inference.kernels.decoding import multiply
-
-    return multiply(weight, x)[1]
+    return _kernels().multiply(weight, x)[1] if len(x) == 1 and by_kernels(x) else F.linear(x, weight)
 
 
 def _activated(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
     """act(gate) * up, or act(gate) alone [R, N]. activation: "relu" or "silu"."""
     if by_kernels(gate):
-        from sparsellm.inference.kernels.pointwise import activate
-
-        return activate(gate, up, activation)
+        return _kernels().activate(gate, up, activation)
     gate = F.silu(gate) if activation == "silu" else F.relu(gate)
     return gate if up is None else gate * up
