@@ -9,13 +9,13 @@ On another GPU, the costs of dense and sparse engines change by similar factors.
 have too much weight, so dense is chosen too often rather than too rarely.
 """
 
-import itertools
 import json
 import math
 from functools import lru_cache
 from importlib import resources
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from sparsellm.ops import backend
@@ -49,7 +49,9 @@ class Formula(NamedTuple):
         fixed = self.call + self.token * tokens + self.activation * tokens * neurons
         fixed += 0 if over_union else work * tokens * neurons / self.flops
         if self.table is not None:
-            fixed += _interpolated(self.table, tokens) * neurons / layer[1]
+            # Interpolated, because the time of cuBLAS grows in steps that no formula models.
+            seconds = np.interp(tokens, [int(size) for size in self.table], list(self.table.values()))
+            fixed += float(seconds) * neurons / layer[1]
         per_nonzero = self.nonzero + self.nonzero_by_width * width / layer[0] + self.mean / max(tokens, 1)
         most = math.inf if self.most_per_token is None else self.most_per_token * tokens
         if self.most_share is not None and self.most_share_per_token is not None:
@@ -57,13 +59,6 @@ class Formula(NamedTuple):
         return Estimate(
             Cost(fixed, per_nonzero, work * TOKEN_TILE / self.flops if over_union else 0.0), most, self.margin
         )
-
-
-def _interpolated(table: dict[str, float], tokens: int) -> float:
-    """Linear interpolation in `table`, because the time of cuBLAS grows in steps that no formula models."""
-    points = [(int(size), seconds) for size, seconds in table.items()]
-    (low, before), (high, after) = next(pair for pair in itertools.pairwise(points) if tokens <= pair[1][0])
-    return before + (after - before) * (tokens - low) / (high - low)
 
 
 class Data(NamedTuple):

@@ -45,7 +45,7 @@ def keep(costs: Costs, sizes: Tuning | None) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     with regular.to_write(path.with_suffix(".lock"), "w") as lock:  # two layers may be measured at the same time
         locks.take(lock)
-        values: dict[str, Any] = (_read(path) if path.is_file() else None) or {"layers": {}, "block_sizes": None}
+        values = _read(path) or {"layers": {}, "block_sizes": None}
         values["layers"][_name(costs.width, costs.neurons)] = {**costs.as_json(), "tried": costs.tried}
         if sizes is not None:
             values["block_sizes"] = list(sizes)
@@ -79,20 +79,14 @@ def _say_waiting() -> None:
 def kept(layers: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Costs]:
     """The cached costs of these layers on this GPU model, by (K, N); layers without costs are left out. A file that
     cannot be read is ignored with a warning. Also activates the cached Triton block sizes on the current device."""
-    path = file()
-    values = _read(path) if path.is_file() else None
+    values = _read(file())
     if values is None:
         return {}
     if values["block_sizes"] is not None:
-        tuning.use(block_sizes(values["block_sizes"]), torch.device("cuda", torch.cuda.current_device()))
+        sizes: list[Any] = [Shape(*size) if isinstance(size, list) else size for size in values["block_sizes"]]
+        tuning.use(Tuning(*sizes), torch.device("cuda", torch.cuda.current_device()))
     by_name = values["layers"]
     return {layer: Costs.of_json(by_name[_name(*layer)]) for layer in layers if _name(*layer) in by_name}
-
-
-def block_sizes(values: list[Any]) -> Tuning:
-    """Block sizes from the nested lists stored in JSON."""
-    found: list[Any] = [Shape(*value) if isinstance(value, list) else value for value in values]
-    return Tuning(*found)
 
 
 def _name(width: int, neurons: int) -> str:
@@ -100,6 +94,8 @@ def _name(width: int, neurons: int) -> str:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
     remedy = "`sparsellm calibrate` measures again; until then the package's constants choose the engines"
     try:
         values = read_sealed(path, DamagedCalibration, remedy)
