@@ -39,7 +39,7 @@ def check() -> None:
     if capability < CAPABILITY:
         raise KernelsUnavailable(
             f"the GPU is a {name} of compute capability {'.'.join(map(str, capability))}: the Triton kernels need"
-            f" {'.'.join(map(str, CAPABILITY))} or later, which multiplies in bfloat16"
+            f" {'.'.join(map(str, CAPABILITY))} or later, which has bfloat16 tensor cores"
         )
     shared = shared_bytes(torch.cuda.get_device_properties(torch.cuda.current_device()))
     if shared < SHARED_BYTES:
