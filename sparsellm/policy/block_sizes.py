@@ -21,19 +21,17 @@ LISTED: dict[str, tuple[Shape | int, ...]] = {
     "resident": (1, 2),
 }
 
-Timer = Callable[[dict[str, Tuning]], dict[str, float | Exception]]  # milliseconds of CALL with each Tuning
 
-
-def find(layer: Layer, timer: Timer | None = None, advance: Callable[[int], object] = lambda _: None) -> Tuning:
+def find(layer: Layer, advance: Callable[[int], object] = lambda _: None) -> Tuning:
     """The fastest block sizes for a layer's forward and backward pass, tuned one after the other.
 
     Sizes that need more shared memory or registers than this GPU has are skipped. If not even the package's block sizes
-    for this GPU run, Triton's error is raised. timer: by default, times the layer on this GPU.
+    for this GPU run, Triton's error is raised.
     """
-    timer, best = timer or (lambda sizes: gpu_milliseconds(layer, sizes)), tuning.of(layer.device)[0]
+    best = tuning.of(layer.device)[0]
     for name in LISTED:
         listed = {str(each): each for each in others(best, name)}
-        times = timer(listed)
+        times = gpu_milliseconds(layer, listed)
         if isinstance(error := times[str(best)], Exception):
             raise error
         found = {text: ms for text, ms in times.items() if not isinstance(ms, Exception)}
@@ -51,6 +49,8 @@ def others(best: Tuning, name: str) -> Iterator[Tuning]:
 
 
 def gpu_milliseconds(layer: Layer, sizes: dict[str, Tuning]) -> dict[str, float | Exception]:
+    """Milliseconds of CALL with each of `sizes`, or the exception that CALL raised."""
+
     def runs(each: Tuning) -> Callable[[int], object]:
         def run(_: int) -> object:
             tuning.use(each, layer.device)

@@ -62,9 +62,6 @@ ROW_OF_FEW = (Firing(0.0015), Firing(0.0065), Firing(0.018), Firing(0.05), Firin
 ROW_OF_FEWEST = (*ROW_OF_FEW, Firing(0.45))  # for up to 4 tokens, where row is faster than dense up to about this share
 MILLISECONDS = 16  # time spent on each call, in 3 to 15 repetitions
 
-Timer = Callable[[Sequence[Call]], list[float | None]]  # milliseconds of each call; None if it ran out of memory
-Counter = Callable[[Call], tuple[float, float]]
-
 
 class Timed(NamedTuple):
     """A timed call and its counts."""
@@ -76,15 +73,13 @@ class Timed(NamedTuple):
 
 
 def measure(
-    kernels: str, layer: Layer, timer: Timer | None = None, counter: Counter | None = None,
-    advance: Callable[[int], object] = lambda _: None, most: int | None = None,
-) -> tuple[Costs, list[Timed]]:  # fmt: skip
+    kernels: str, layer: Layer, advance: Callable[[int], object] = lambda _: None, most: int | None = None
+) -> tuple[Costs, list[Timed]]:
     """The costs of `layer` on `kernels`, which must be loaded, and the timed calls to which the costs are fitted.
 
     Sizes above `most` tokens are skipped. A size that does not fit into memory is skipped with all larger sizes. Raises
-    OutOfMemoryError if the smallest size does not fit. timer, counter: by default, run the layer on this GPU.
+    OutOfMemoryError if the smallest size does not fit.
     """
-    timer, counter = timer or (lambda calls: gpu_milliseconds(layer, calls)), counter or layer.counts
     times: list[Timed] = []
     for training, sizes, dense_sizes in (
         (False, SIZES[kernels], DENSE_SIZES),
@@ -93,19 +88,20 @@ def measure(
         fitting = []
         for tokens in sizes:
             calls = calls_of(tokens, training)
-            found = timer(calls) if most is None or tokens <= most else [None]
+            found = gpu_milliseconds(layer, calls) if most is None or tokens <= most else [None]
             if None in found and tokens == sizes[0]:
                 raise torch.OutOfMemoryError(f"a call of {tokens:,} tokens does not fit into the GPU's memory")
             if None in found:
                 break
             fitting.append(tokens)
-            times += [Timed(call, *counter(call), (ms or 0.0) / 1e3) for call, ms in zip(calls, found, strict=True)]
+            for call, ms in zip(calls, found, strict=True):
+                times.append(Timed(call, *layer.counts(call), (ms or 0.0) / 1e3))
             advance(1)
         for first in range(0, len(dense_sizes), TOGETHER):
             group = [tokens for tokens in dense_sizes[first : first + TOGETHER] if tokens < fitting[-1]]
             # Each call has different weights, like the layers of a model, so that weights do not stay in the L2 cache.
             calls = [Call(tokens, TILE[i % len(TILE)], Engine.dense, training) for i, tokens in enumerate(group)]
-            found = timer(calls)
+            found = gpu_milliseconds(layer, calls)
             times += [Timed(call, 0.0, 0.0, ms / 1e3) for call, ms in zip(calls, found, strict=True) if ms is not None]
             advance(1)
     forward, training_costs = (_fitted(times, training) for training in (False, True))

@@ -6,6 +6,7 @@ the engines of a real one take is for tests/gpu.
 
 import itertools
 import math
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -58,7 +59,8 @@ class InPieces(Machine):
 
 
 def measured_on(machine: Machine, advance=lambda _: None, kernels="cuda"):
-    return measure.measure(kernels, layer_of(K, N), machine.milliseconds, counts, advance)
+    with patch.object(measure, "gpu_milliseconds", lambda _, calls: machine.milliseconds(calls)):
+        return measure.measure(kernels, layer_of(K, N), advance)
 
 
 def behind(machine: Machine, costs, call: Call) -> float:
@@ -258,11 +260,11 @@ def test_a_damaged_file_is_said_and_not_taken(machine, capsys, damage):
     assert "`sparsellm calibrate` measures again" in said
 
 
-def test_block_sizes_are_the_fastest_that_run():
+def test_block_sizes_are_the_fastest_that_run(monkeypatch):
     base = tuning.of(CPU)[0]
     asked = []
 
-    def milliseconds(sizes):
+    def milliseconds(_, sizes):
         asked.append(len(sizes))
         return {
             name: RuntimeError("shared memory") if each.gathered.columns == 256
@@ -271,12 +273,15 @@ def test_block_sizes_are_the_fastest_that_run():
         }  # fmt: skip
 
     layer = Layer(8, 8, 1, CPU, torch.float32)
-    best = block_sizes.find(layer, milliseconds)
+    monkeypatch.setattr(block_sizes, "gpu_milliseconds", milliseconds)
+    best = block_sizes.find(layer)
     assert best == base._replace(sampled=Shape(128, 64, 8, 4), resident=1)
     assert len(asked) == len(block_sizes.LISTED)
     assert min(asked) >= 2
+    failed = RuntimeError("shared memory")
+    monkeypatch.setattr(block_sizes, "gpu_milliseconds", lambda _, sizes: dict.fromkeys(sizes, failed))
     with pytest.raises(RuntimeError, match="shared memory"):
-        block_sizes.find(layer, lambda sizes: dict.fromkeys(sizes, RuntimeError("shared memory")))
+        block_sizes.find(layer)
 
 
 def test_block_sizes_in_the_list_hold_what_the_kernels_ask_of_them():
