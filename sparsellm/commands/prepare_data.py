@@ -59,11 +59,19 @@ def _summary(manifest: Manifest, request: Request) -> str:
         tokenizer += f", trained on {manifest.tokenizer_characters:,} characters of the text"
     lines = [f"{request.data.path} is ready; {tokenizer}."]
     for name, split in (("train", manifest.train), ("validation", manifest.validation)):
+        if name == "validation" and request.holds_nothing_out:
+            lines.append("  validation: nothing is held out (data.validation_fraction=0), so runs are not validated")
+            continue
         count = blocks(split.tokens, length)
         rest = split.tokens - 1 - count * length
         lines.append(
             f"  {name}: {split.tokens:,} tokens of {_number(split.documents, 'document')},"
             f" {_number(count, 'block')} of {length:,} and {_number(rest, 'token')} after the last one"
+        )
+    if manifest.taken:
+        lines.append(
+            f"  text: a share by size of {_number(len(manifest.source_files), 'file')}, of which"
+            f" {sum(each['documents'] > 0 for each in manifest.taken.values()):,} gave documents"
         )
     if manifest.cut:
         share = f"data.validation_fraction={request.data.validation_fraction} of it, and at least one block"

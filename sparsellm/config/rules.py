@@ -228,6 +228,8 @@ def _data_mistakes(data: DataConfig, sequence_length: int) -> list[str]:
         )
     if source == Source.hub and data.dataset is None:
         found.append("data.source=hub needs the data set's name: data.dataset=OWNER/NAME")
+    if source != Source.hub and data.revision is not None:
+        found.append(f"data.revision is given with data.source={source.name}: leave it out, or add data.source=hub")
     if source != Source.files and data.files:
         found.append(f"data.files is given with data.source={source.name}, which reads no files: add data=files")
     if source == Source.files and not data.files:

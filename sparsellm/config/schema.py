@@ -127,6 +127,7 @@ class DataConfig:
     )
     dataset: str | None = key(None, "Hub dataset, OWNER/NAME (source=hub).")
     subset: str | None = key(None, "Configuration name of the hub dataset.")
+    revision: str | None = key(None, "Branch, tag or commit of the hub dataset. null: the latest commit.")
     split: str = key("train", "Split of the hub dataset.")
     files: list[str] = key([], "Local files or glob patterns: parquet, jsonl or plain text (source=files).")
     text_column: str = key("text", "Column or field that holds the text (parquet, jsonl).")
@@ -140,8 +141,8 @@ class DataConfig:
     validation_fraction: float = key(
         0.005,
         "Fraction of documents held out, chosen by content hash; with too few documents, that fraction of "
-        "the text's end.",
-        above=0,
+        "the text's end. 0: none, and no validation.",
+        minimum=0,
         below=1,
     )
     mix: list[dict[str, Any]] = key(
@@ -153,7 +154,7 @@ class DataConfig:
         False, "Verify all prepared tokens at the start, even if they look unchanged since the last time."
     )
     streaming: bool = key(False, "Tokenize while training instead of preparing first.")
-    seed: int = key(0, "Seed for shuffling training blocks.", minimum=0)
+    seed: int = key(0, "Seed for choosing text within files and for shuffling training blocks.", minimum=0)
 
     @property
     def folder(self) -> Path:
@@ -321,9 +322,7 @@ class LoggingConfig:
 
     every: int = key(10, "Steps between rows of metrics.jsonl, at most 10.", minimum=1, maximum=10)
     validation_every: int = key(250, "Steps between validations. 0: never.", minimum=0)
-    validation_samples: int = key(
-        256, "Held-out sequences per validation, evenly spaced; from a stream, the first ones.", minimum=1
-    )
+    validation_samples: int = key(256, "Held-out sequences per validation, evenly spaced over all files.", minimum=1)
     wandb: WandbMode = key(
         WandbMode.online, "Weights & Biases mode. online without a key falls back to offline, with a warning."
     )

@@ -9,7 +9,7 @@ verified.json is missing or damaged, for example after a copy to another disk, a
 import os
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +22,7 @@ from sparsellm.system.files import read_sealed, write_sealed
 
 VERIFIED = "verified.json"
 THREADS, PIECE = 8, 1 << 24  # a network file system serves several readers faster than one
+ENDS = 1 << 20  # bytes at either end of a file
 # In ns. File times have a resolution of at most 10 ms, or of 2 s on file systems that store whole seconds.
 TICK, COARSE_TICK, SECOND = 20_000_000, 2_000_000_000, 1_000_000_000
 
@@ -60,6 +61,15 @@ def digest_of(path: Path, size: int, bar: tqdm | None = None) -> xxhash.xxh3_64:
     return digest
 
 
+def digest_of_ends(path: Path, _size: int = 0, _bar: tqdm | None = None) -> xxhash.xxh3_64:
+    """The xxh3 of the first and last ENDS bytes of `path`."""
+    with path.open("rb") as file:
+        digest = xxhash.xxh3_64(file.read(ENDS))
+        file.seek(max(file.tell(), file.seek(0, os.SEEK_END) - ENDS))
+        digest.update(file.read(ENDS))
+    return digest
+
+
 def _pieces(descriptor: int, size: int) -> Iterator[bytes]:
     """The first `size` bytes of a file, in order; large files are read by several threads."""
     if size <= PIECE:
@@ -93,8 +103,10 @@ class Verified:
         """Whether the checksum of `path`, stored under `key`, is known without reading."""
         return key in self._marks and self._marks[key][0] == stamp(path)
 
-    def checksum(self, key: str, path: Path, bar: tqdm | None = None) -> str:
-        """The xxh3 of the file `path`, stored under `key`. Raises OSError."""
+    def checksum(
+        self, key: str, path: Path, bar: tqdm | None = None, digest: Callable[..., xxhash.xxh3_64] | None = None
+    ) -> str:
+        """The `digest` (by default that of all bytes) of the file `path`, stored under `key`. Raises OSError."""
         if self.is_known(key, path):
             return self._marks[key][1]
         before = stamp(path)
@@ -104,10 +116,10 @@ class Verified:
         if 0 < (rest := before.settled_ns - time.time_ns()) <= COARSE_TICK:
             time.sleep(rest / 1e9)
         settled = before.settled_ns <= time.time_ns()
-        digest = digest_of(path, before.bytes, bar).hexdigest()
+        found = (digest or digest_of)(path, before.bytes, bar).hexdigest()
         if settled and stamp(path) == before:
-            self._marks[key], self._changed = (before, digest), True
-        return digest
+            self._marks[key], self._changed = (before, found), True
+        return found
 
     def keep(self) -> None:
         """Write verified.json if possible; otherwise the next start reads the files again."""

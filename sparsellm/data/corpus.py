@@ -1,11 +1,11 @@
-"""Documents: finding files, reading documents in order, and choosing the held-out ones.
+"""Documents: finding files, reading documents, and choosing the held-out ones.
 
 Hub files and local files are read as streams: nothing is downloaded before it is needed. A hub file's address contains
 its commit. In parquet and jsonl a row is a document; a text file is one document.
 
 A position is `{"file", "document"}`, both counted from 0. Reading resumes from it exactly, by skipping the file's
 earlier documents. (The library's own `state_dict` costs the same, and describes the same position differently after a
-resume.)
+resume.) shares.py decides which files preparation reads, and how much of each.
 
 The embedded corpus is the documentation of Python's standard library: `pydoc_data.topics` and the docstrings of its
 modules, parsed and never imported.
@@ -21,27 +21,26 @@ import sysconfig
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import xxhash
 from huggingface_hub import DatasetCard
-from huggingface_hub.errors import EntryNotFoundError, HFValidationError
+from huggingface_hub.errors import EntryNotFoundError, HFValidationError, HTTPError
 from tqdm import tqdm
 
 from sparsellm.config import DataConfig, Source
+from sparsellm.data.checksums import digest_of_ends
 from sparsellm.data.errors import DataError
 from sparsellm.data.rows import reader_of, rows
 from sparsellm.hf import hub
 
-Position = dict[str, int]
-Files = dict[str, int | None]  # path or address -> bytes; None for hub files, whose address identifies the content
+Position = dict[str, Any]  # "file", "document", and in a pass (shares.py) "estimate"
+Files = dict[str, int | None]  # path or address -> bytes; None: unknown, for hub files
 
 # Documents are tokenized in chunks: about a million tokens keep every core busy and take about 150 MB.
 CHUNK_CHARACTERS = 4_000_000
 MANY_FILES = 1_000  # this many files may contain so little text each that a token count shows no progress
-ENDS = 1 << 20  # bytes at either end of a local file that are checked for changes
 NOT_DOCUMENTATION = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 START: Position = {"file": 0, "document": 0}
@@ -53,12 +52,15 @@ class Document(NamedTuple):
     file: int
     number: int
     fault: str | None = None  # why the record cannot be read; text is then empty
+    end: bool = False  # no document: the file has `number` documents
+    estimate: tuple[float, ...] | None = None  # shares.Estimate
 
     def position(self) -> Position:
         return {"file": self.file, "document": self.number}
 
     def position_after(self) -> Position:
-        return {"file": self.file, "document": self.number + 1}
+        after = {"file": self.file + 1, "document": 0} if self.end else {**self.position(), "document": self.number + 1}
+        return after if self.estimate is None else {**after, "estimate": [*self.estimate]}
 
 
 def local_files(patterns: Sequence[str], start: Path = Path()) -> tuple[Files, list[str]]:
@@ -113,13 +115,9 @@ def ends(files: Files) -> dict[str, str]:
 
 def _ends(name: str) -> str:
     try:
-        with Path(name).open("rb") as file:
-            digest = xxhash.xxh3_64(file.read(ENDS))
-            file.seek(max(file.tell(), file.seek(0, os.SEEK_END) - ENDS))
-            digest.update(file.read(ENDS))
+        return digest_of_ends(Path(name)).hexdigest()
     except OSError as error:
         raise DataError(f"{name} cannot be read ({error.strerror}): restore the file") from error
-    return digest.hexdigest()
 
 
 def find_files(data: DataConfig) -> Files:
@@ -131,20 +129,42 @@ def find_files(data: DataConfig) -> Files:
         return files
     from datasets import load_dataset_builder  # slow to import: a second, with pandas
 
-    name = f"{data.dataset}" + (f" ({data.subset})" if data.subset else "")
+    name = ", ".join(filter(None, (data.dataset, data.subset, data.revision)))
     require_hub(data)
+
+    def ask() -> dict[str, list[str]]:
+        return load_dataset_builder(data.dataset, data.subset, revision=data.revision).config.data_files
+
     try:
-        splits = load_dataset_builder(data.dataset, data.subset).config.data_files
-    except (OSError, ValueError, RuntimeError) as error:
+        splits = hub.answer(ask, f"data.dataset={data.dataset}")
+    except (OSError, ValueError, RuntimeError, HTTPError) as error:
         raise DataError(
-            f"data.dataset={name} cannot be opened ({' '.join(str(error).split())}): check data.dataset and"
-            " data.subset, or use your own files with data=files"
+            f"data.dataset={name} cannot be opened ({' '.join(str(error).split())}): check data.dataset, data.subset"
+            " and data.revision, or use your own files with data=files"
         ) from error
     if data.split not in splits:
         raise DataError(
             f"the data set {name} has no split {data.split!r}: set data.split to one of {', '.join(splits)}"
         )
     return dict.fromkeys(splits[data.split])
+
+
+def with_sizes(files: Files) -> Files:
+    """`files` with the sizes of hub files, from one listing of each folder. Raises DataError."""
+    import fsspec
+
+    def size(file: str) -> int:
+        system, path = fsspec.core.url_to_fs(file)
+        return system.info(path)["size"]
+
+    try:
+        return {
+            file: hub.answer(partial(size, file), file) if known is None else known for file, known in files.items()
+        }
+    except (OSError, HTTPError) as error:
+        raise DataError(
+            f"the sizes of the files cannot be read ({hub.reason(error)}): run the command again"
+        ) from error
 
 
 def require_hub(data: DataConfig) -> None:
@@ -162,11 +182,11 @@ def require_hub(data: DataConfig) -> None:
 
 
 def card_licence(dataset: str) -> str | None:
-    """The licence in the card of a hub data set or of a local copy; None without a card."""
+    """The licence in the card of a hub data set or of a local copy; None without a card, and if it cannot be read."""
     local_card = Path(dataset) / "README.md"
     try:
         licence = DatasetCard.load(local_card if local_card.is_file() else dataset).data.get("license")
-    except (EntryNotFoundError, HFValidationError):
+    except (EntryNotFoundError, HFValidationError, HTTPError):
         return None
     return ", ".join(licence) if isinstance(licence, list) else licence
 
@@ -174,30 +194,34 @@ def card_licence(dataset: str) -> str | None:
 def read(
     files: Sequence[str], text_column: str, position: Position = START, skip_bad_records: bool = False
 ) -> Iterator[Document]:
-    """The documents of `files` from `position` on. Files without documents are skipped with a message.
+    """The documents of `files` from `position` on, one file after the other."""
+    for index in range(position["file"], len(files)):
+        skip = position["document"] if index == position["file"] else 0
+        yield from documents(files[index], index, text_column, skip_bad_records, skip=skip)
+
+
+def documents(
+    file: str, index: int, text_column: str, skip_bad_records: bool, seed: int | None = None, skip: int = 0
+) -> Iterator[Document]:
+    """The documents of `file`, which is number `index`, without the first `skip`. `seed` shuffles its blocks (rows.py).
 
     An unreadable record raises DataError, or with `skip_bad_records` is a document without text and with a fault.
     """
-    for index in range(position["file"], len(files)):
-        file, number, faults = files[index], -1, 0
-        skipped = position["document"] if index == position["file"] else 0
-        for number, (text, licence, fault) in enumerate(rows(file, text_column)):
-            if number < skipped:
-                continue
-            if fault is not None:
-                if not skip_bad_records:
-                    raise DataError(
-                        f"{file}, {fault}: fix the record, or skip and count such records with"
-                        " data.skip_bad_records=true"
-                    )
-                faults += 1
-                if faults == 1:
-                    _say(f"{file}, {fault}: skipped, like all further bad records of this file (data.skip_bad_records)")
-            yield Document(text, licence, index, number, fault)
-        if number < 0:
-            _say(f"{file} has no documents and is skipped")
-        if faults > 1:
-            _say(f"{file}: skipped {faults:,} unreadable records")
+    number, faults = skip, 0
+    for number, (text, licence, fault) in enumerate(rows(file, text_column, seed, skip), start=skip + 1):
+        if fault is not None:
+            if not skip_bad_records:
+                raise DataError(
+                    f"{file}, {fault}: fix the record, or skip and count such records with data.skip_bad_records=true"
+                )
+            faults += 1
+            if faults == 1:
+                _say(f"{file}, {fault}: skipped, like all further bad records of this file (data.skip_bad_records)")
+        yield Document(text, licence, index, number - 1, fault)
+    if number == 0:
+        _say(f"{file} has no documents and is skipped")
+    if faults > 1:
+        _say(f"{file}: skipped {faults:,} unreadable records")
 
 
 def counted(documents: Iterator[Document], files: int) -> Iterator[Document]:
@@ -241,7 +265,11 @@ def stdlib_docs() -> tuple[list[str], int]:
 
     Raises DataError if this Python has no documentation.
     """
-    root = Path(sysconfig.get_path("stdlib"))
+    return _stdlib_docs(Path(sysconfig.get_path("stdlib")))
+
+
+@cache  # preparation uses it twice
+def _stdlib_docs(root: Path) -> tuple[list[str], int]:
     topics = root / "pydoc_data" / "topics.py"
     if not topics.is_file():
         raise DataError(

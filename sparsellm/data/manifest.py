@@ -38,6 +38,7 @@ from sparsellm.system.files import read_sealed, write_sealed
 
 VERSION = 2  # of the layout above
 SPLITS = ("train", "validation")
+FILES = [f"{split}.{kind}" for split in SPLITS for kind in ("tokens", "documents")]
 DOCUMENT_DTYPE, DOCUMENT_BYTES = "<i8", 8
 
 
@@ -64,15 +65,20 @@ class Manifest:
     licences: dict[str, int] = field(default_factory=dict)  # number of documents per value of the licence column
     train: Split = field(default_factory=Split)
     validation: Split = field(default_factory=Split)
-    source_checksums: dict[str, str] = field(default_factory=dict)  # xxh3 of the local source files read so far
+    source_checksums: dict[str, str] = field(default_factory=dict)  # of the local source files read so far (sources.py)
     empty_documents: int = 0  # skipped because they have no text
     bad_records: int = 0  # skipped with data.skip_bad_records
     empty_files: int = 0  # skipped because they have no documents
     unparsable_modules: int = 0  # of the standard library
     tokenizer_characters: int | None = None  # characters at the start of the text on which a tokenizer was trained
-    position: dict[str, int] = field(default_factory=lambda: {"file": 0, "document": 0})  # after the last document read
+    position: dict[str, Any] = field(default_factory=lambda: {"file": 0, "document": 0})  # after the last document read
+    # How the files share the tokens (shares.py). None: files are read in order, completely, as before 0.1.0.
+    seed: int | None = None  # shuffles the blocks of each file
+    goals: list[int] = field(default_factory=list)  # training tokens asked for so far, in ascending order
+    targets: dict[str, int] = field(default_factory=dict)  # of the pass under way: training tokens after each file
+    taken: dict[str, dict[str, int]] = field(default_factory=dict)  # file -> documents, training tokens, whether all
     # In progress.json: counts and position before the first document of the current file, whose documents can be rolled
-    # back. None if the file has no document yet, or has some in a finished folder.
+    # back. None if the file has no document yet, or has some from an earlier pass or in a finished folder.
     begun: dict[str, Any] | None = None
     exhausted: bool = False  # the source has no more documents
     cut: bool = False  # the end of the stream is held out, because there are too few documents
@@ -81,6 +87,10 @@ class Manifest:
     extends: bool = False
     files: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> bytes and xxh3 of what was written so far
     version: int = VERSION
+
+    @property
+    def tokens(self) -> int:
+        return self.train.tokens + self.validation.tokens
 
     @property
     def token_dtype(self) -> str:
@@ -96,24 +106,37 @@ def blocks(tokens: int, sequence_length: int) -> int:
     return max(0, tokens - 1) // sequence_length
 
 
-def is_enough(manifest: Manifest, limit: int | None) -> bool:
-    return manifest.exhausted or (limit is not None and manifest.train.tokens >= limit)
+def splits_to_fill(manifest: Manifest) -> list[Split]:
+    """The splits that need a block: all, or only the training split if nothing is held out."""
+    return [manifest.train, manifest.validation] if _fraction(manifest) > 0 else [manifest.train]
 
 
 def tokens_to_cut(manifest: Manifest) -> int:
     """The number of tokens to hold out at the end of the stream, if whole documents leave a split without a block,
     otherwise 0. It is the requested fraction, and at least one block."""
-    length, (train, validation) = manifest.sequence_length, (manifest.train, manifest.validation)
-    if min(blocks(train.tokens, length), blocks(validation.tokens, length)) > 0:
+    length, splits = manifest.sequence_length, splits_to_fill(manifest)
+    if len(splits) == 1 or all(blocks(split.tokens, length) for split in splits):
         return 0
-    return max(length + 1, int(_fraction(manifest) * (train.tokens + validation.tokens)))
+    return max(length + 1, int(_fraction(manifest) * manifest.tokens))
+
+
+def tokens_left(manifest: Manifest) -> int:
+    """The number of training tokens, even after a cut."""
+    return min(manifest.train.tokens, manifest.tokens - tokens_to_cut(manifest))
+
+
+def is_enough(manifest: Manifest, limit: int | None) -> bool:
+    """Whether there are `limit` training tokens, even after a cut, or no more text."""
+    return manifest.exhausted or (
+        limit is not None and manifest.train.tokens >= limit and tokens_left(manifest) >= limit
+    )
 
 
 def longest_sequence(manifest: Manifest) -> int:
-    """The largest sequence length at which a cut leaves a block in both splits; below SHORTEST_SEQUENCE
-    if there is none."""
-    total = manifest.train.tokens + manifest.validation.tokens
-    return min(total // 2, total - int(_fraction(manifest) * total)) - 1
+    """The largest sequence length at which every split that needs a block has one, after a cut; below
+    SHORTEST_SEQUENCE if there is none."""
+    total = manifest.tokens
+    return min(total // len(splits_to_fill(manifest)), total - int(_fraction(manifest) * total)) - 1
 
 
 def _fraction(manifest: Manifest) -> float:
@@ -179,12 +202,6 @@ def _digest(name: str, path: Path, size: int, verified: Verified | None, bar: tq
     return verified.checksum(name, path, bar)
 
 
-def _may_be_longer(name: str) -> bool:
-    """Whether the file may be longer than the manifest says, with the excess ignored: while a folder is extended, it
-    counts as unextended until all tokens are there."""
-    return name in {f"{split}.{kind}" for split in SPLITS for kind in ("tokens", "documents")}
-
-
 def size_mistakes(manifest: Manifest, folder: Path) -> list[str]:
     """Files of `manifest` that are missing from `folder` or have the wrong size, and counts that do not match the
     sizes."""
@@ -193,9 +210,7 @@ def size_mistakes(manifest: Manifest, folder: Path) -> list[str]:
         path = folder / name
         if not path.is_file():
             found.append(f"{path} is missing: {_again(folder)}")
-        elif (size := path.stat().st_size) != expected["bytes"] and not (
-            _may_be_longer(name) and size > expected["bytes"]
-        ):
+        elif (size := path.stat().st_size) != expected["bytes"] and not (name in FILES and size > expected["bytes"]):
             found.append(
                 f"{path} has {size:,} bytes, but {folder}/manifest.json says {expected['bytes']:,}: {_again(folder)}"
             )
@@ -204,8 +219,7 @@ def size_mistakes(manifest: Manifest, folder: Path) -> list[str]:
 
 def _count_mistakes(manifest: Manifest, folder: Path) -> list[str]:
     path, bytes_of = folder / "manifest.json", {name: file["bytes"] for name, file in manifest.files.items()}
-    needed = {f"{split}.{kind}" for split in SPLITS for kind in ("tokens", "documents")} | {"tokenizer/tokenizer.json"}
-    if unknown := sorted(needed - bytes_of.keys()):
+    if unknown := sorted({*FILES, "tokenizer/tokenizer.json"} - bytes_of.keys()):
         return [f"{path} does not list {', '.join(unknown)}: {_again(folder)}"]
     found = []
     for name in SPLITS:
@@ -261,7 +275,7 @@ def compare(manifest: Manifest, folder: Path, names: list[str], verified: Verifi
         raise DataError("; ".join(f"{folder / name} is missing: {_again(folder)}" for name in missing))
     sizes = {name: (folder / name).stat().st_size for name in names}
     for name in names:
-        if name in manifest.files and _may_be_longer(name):
+        if name in manifest.files and name in FILES:
             sizes[name] = min(sizes[name], manifest.files[name]["bytes"])
     actual = _checksums(folder, sizes, verified)
     if changed := [name for name in names if actual[name] != manifest.files.get(name)]:

@@ -167,7 +167,7 @@ def _fit(request: Request, name: str, folder: Path, ready: Manifest) -> list[str
         found.append(
             f"data.mix, {name} in {folder}: it holds {ready.train.tokens:,} training and {ready.validation.tokens:,}"
             f" held-out tokens, but a block of training.sequence_length {length} takes {length + 1:,} of each: give it"
-            " more text, or leave it out"
+            " more text (prepared with data.validation_fraction above 0), or leave it out"
         )
     if ready.vocab_size > rows:
         found.append(

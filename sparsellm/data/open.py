@@ -110,6 +110,8 @@ def open_data(request: Request, run: RunConfig, validation_samples: int, workers
     rank 0, and RuntimeError with its message on the others.
     """
     opening = _Opening(request, run, validation_samples, workers, ranks)
+    if request.holds_nothing_out and ranks.is_main:
+        warn("data.validation_fraction=0 holds nothing out: this run is not validated")
     if request.data.mix:
         return opening.mixed()
     return opening.streamed() if request.data.streaming else opening.packed()
@@ -123,6 +125,8 @@ def open_validation(request: Request, samples: int, tokenizer_folder: Path, run:
     relative to the folder in which the run was started: the working directory is tried, then the parents of `run`.
     Raises DataError if the blocks are in none of them, are damaged, or were made with another tokenizer.
     """
+    if request.holds_nothing_out:
+        raise DataError("the run's data holds nothing out (data.validation_fraction=0)")
     return _OfRun(request, samples, tokenizer_folder, run).validation()
 
 

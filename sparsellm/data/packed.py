@@ -251,7 +251,9 @@ class PackedTokens(Samples):
         first blocks come from the first files only."""
         found = blocks(self.manifest.validation.tokens, self.sequence_length)
         count = min(samples, found)
-        return self._read("validation", np.arange(count) * found // max(count, 1))
+        if count == 0:  # nothing is held out
+            return torch.empty(0, self.sequence_length + 1, dtype=torch.int64)
+        return self._read("validation", np.arange(count) * found // count)
 
     def sequences(self, samples: np.ndarray) -> torch.Tensor:
         return self._read("train", self._order.blocks(samples))

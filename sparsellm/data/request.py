@@ -13,7 +13,7 @@ from typing import Any
 from sparsellm.config import SHORTEST_SEQUENCE, Config, DataConfig, Source, TrainingConfig, composition
 from sparsellm.data import corpus, tokenizer
 from sparsellm.data.errors import DataError
-from sparsellm.data.manifest import Manifest, blocks, longest_sequence
+from sparsellm.data.manifest import Manifest, blocks, longest_sequence, splits_to_fill
 from sparsellm.hf import hub
 
 
@@ -44,12 +44,17 @@ class Request:
         return training.steps * training.tokens_per_step + 1
 
     @property
+    def holds_nothing_out(self) -> bool:
+        """Whether the run is not validated because no text is held out for that."""
+        return self.data.validation_fraction == 0 and not self.data.mix
+
+    @property
     def recipe(self) -> dict[str, Any]:
         """The keys and values that decide which tokens are prepared."""
         data = self.data
         keys: tuple[str, ...] = {
             Source.stdlib_docs: ("tokenizer_vocab_size",),
-            Source.hub: ("dataset", "subset", "split", "text_column", "tokenizer"),
+            Source.hub: ("dataset", "subset", "revision", "split", "text_column", "tokenizer"),
             Source.files: ("files", "text_column", "tokenizer"),
         }[data.source]
         if data.source == Source.files and data.tokenizer is None:
@@ -88,19 +93,20 @@ class Request:
 
     def block_mistakes(self, manifest: Manifest) -> list[str]:
         """Mistakes if a split of a finished folder is too small for a single block."""
-        length, (train, validation) = self.training.sequence_length, (manifest.train, manifest.validation)
-        if min(blocks(train.tokens, length), blocks(validation.tokens, length)) > 0:
+        length, shortest = self.training.sequence_length, min(split.tokens for split in splits_to_fill(manifest))
+        if blocks(shortest, length) > 0:
             return []
         remedies = []
-        if (fits := min(train.tokens, validation.tokens) - 1) >= SHORTEST_SEQUENCE:
+        if (fits := shortest - 1) >= SHORTEST_SEQUENCE:
             remedies.append(f"shorten training.sequence_length to at most {fits}")
         if not manifest.exhausted or length <= longest_sequence(manifest):
             remedies.append("prepare the text for this length in another data.path")
         else:
             remedies.append("give more text, with another data.path")
         return [
-            f"data.path={self.data.path} holds {train.tokens:,} training and {validation.tokens:,} held-out tokens, but"
-            f" a block of training.sequence_length {length} takes {length + 1:,} of each: {', or '.join(remedies)}"
+            f"data.path={self.data.path} holds {manifest.train.tokens:,} training and"
+            f" {manifest.validation.tokens:,} held-out tokens, but a block of training.sequence_length {length} takes"
+            f" {length + 1:,} of each: {', or '.join(remedies)}"
         ]
 
     def vocabulary_mistakes(self, vocab_size: int) -> list[str]:
@@ -183,7 +189,7 @@ class Request:
         # data=files only adds its name and source to the defaults, so the differences from the defaults are complete.
         data, default = self.data, DataConfig(name="files", source=Source.files)
         keys = ["name", "source", *(key.removeprefix("data.") for key in self.recipe if key.startswith("data."))]
-        keys.append("skip_bad_records")
+        keys += ["skip_bad_records", "seed"]
         keys = [key for key in dict.fromkeys(keys) if getattr(data, key) != getattr(default, key)]
         overrides = [_override(f"data.{key}", getattr(data, key)) for key in [*keys, "path"]]
         overrides.append(_override("data.max_tokens", self.token_limit))

@@ -8,7 +8,11 @@ Only the text and the licence are used: other columns may hold anything and chan
 `datasets` infer the types of all columns from the first 10 MB of a jsonl file and refuse later deviations.) Text is
 UTF-8; a byte order mark is removed. Text and jsonl files may be compressed.
 
+A seed shuffles the blocks of a file: the row groups of parquet, and BLOCK bytes of an uncompressed jsonl file. Any
+other file is a single block. Records within a block keep their order.
+
 An unreadable record becomes a `Row` with a fault, and reading continues after it. An unreadable file raises DataError.
+If the hub fails, reading waits and continues at the next record.
 """
 
 import bz2
@@ -20,14 +24,17 @@ import lzma
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import count
+from itertools import accumulate, count, islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import pyarrow
 import pyarrow.parquet
+import xxhash
 
 from sparsellm.data.errors import DataError
+from sparsellm.data.packed import permutation
+from sparsellm.hf import hub
 
 READERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".txt": "text"}
 COMPRESSIONS: dict[str, Callable[[BinaryIO], Any]] = {
@@ -39,6 +46,7 @@ COMPRESSIONS: dict[str, Callable[[BinaryIO], Any]] = {
 LICENCE_COLUMNS = ("license", "licence")
 HEAD = 10 << 20  # bytes from the start of a jsonl file in which the text column must appear
 READ_AHEAD = 1 << 20
+BLOCK = 16 << 20  # bytes of a jsonl file; a line belongs to the block in which it begins
 BATCH_ROWS = 100  # parquet rows in memory at once
 # Exceptions that damaged files raise, depending on format and damage.
 UNREADABLE = (OSError, ValueError, EOFError, KeyError, zlib.error, lzma.LZMAError)
@@ -55,17 +63,41 @@ class Row(NamedTuple):
     fault: str | None = None  # where the record is in its file, and why it cannot be read
 
 
-def rows(file: str, text_column: str) -> Iterator[Row]:
-    """The records of `file`, which is a path or an address.
+def rows(file: str, text_column: str, seed: int | None = None, skip: int = 0) -> Iterator[Row]:
+    """The records of `file`, which is a path or an address, without the first `skip`. `seed` shuffles its blocks.
 
-    Raises DataError for an unsupported or unreadable file, and for a missing column.
+    Raises DataError for an unsupported or unreadable file, for a missing column, and if the hub stays silent.
     """
+    attempt = 0
+    while True:
+        try:
+            for row in _rows(file, text_column, seed, skip):
+                yield row
+                skip, attempt = skip + 1, 0
+            return
+        except Exception as error:
+            if "://" not in file or not hub.is_temporary(error):
+                raise
+            if not hub.waits(error, file, attempt):
+                raise DataError(
+                    f"{file} cannot be read because the hub does not answer ({hub.reason(error)}): run the same command"
+                    " again later; it continues after the tokens that are there"
+                ) from error
+            attempt += 1
+
+
+def _rows(file: str, text_column: str, seed: int | None, skip: int) -> Iterator[Row]:
     reader = reader_of([file])
     try:
-        yield from {"parquet": _parquet, "json": _json, "text": _text}[reader](file, text_column)
+        if reader == "parquet":
+            yield from _parquet(file, text_column, seed, skip)
+        else:
+            yield from islice(_text(file) if reader == "text" else _json(file, text_column, seed), skip, None)
     except DataError:
         raise
     except UNREADABLE as error:
+        if hub.is_temporary(error):
+            raise
         raise DataError(
             f"{file} cannot be read as {reader}: {' '.join(str(error).split())}. Restore an intact copy of the file, or"
             " leave the file out"
@@ -107,9 +139,9 @@ def ending(file: str) -> str:
 def _binary(file: str) -> BinaryIO:
     if "://" not in file:
         return Path(file).open("rb")
-    from datasets.utils.file_utils import xopen  # retries when the hub does not answer
+    import fsspec
 
-    return xopen(file, "rb")
+    return fsspec.open(file, "rb").open()
 
 
 def _unpacked(file: str) -> io.BufferedReader:
@@ -135,7 +167,14 @@ def _not_utf8(error: UnicodeDecodeError, file: str) -> str:
     return f"the byte 0x{byte:02x} is not UTF-8; if the text is Latin-1, {_convert(file, 'LATIN1')}"
 
 
-def _text(file: str, _: str) -> Iterator[Row]:
+def _shuffled(blocks: int, file: str, seed: int | None) -> list[int]:
+    """The order of the blocks of `file`, which depends on the file's name, but not on its folder."""
+    if seed is None:
+        return list(range(blocks))
+    return permutation(blocks, seed, xxhash.xxh3_64_intdigest(Path(file).name.encode())).tolist()
+
+
+def _text(file: str) -> Iterator[Row]:
     with _unpacked(file) as stream:
         try:
             text = io.TextIOWrapper(stream, "utf-8-sig").read()
@@ -146,7 +185,7 @@ def _text(file: str, _: str) -> Iterator[Row]:
             yield Row(text)
 
 
-def _parquet(file: str, text_column: str) -> Iterator[Row]:
+def _parquet(file: str, text_column: str, seed: int | None, skip: int) -> Iterator[Row]:
     with _binary(file) as opened:
         # pre_buffer: fetch the column of a row group from the hub in a few large requests.
         parquet = pyarrow.parquet.ParquetFile(opened, pre_buffer="://" in file)
@@ -162,17 +201,25 @@ def _parquet(file: str, text_column: str) -> Iterator[Row]:
                 " data.text_column to another one, or write the text to a separate column"
             )
         names = [text_column, *(name for name in LICENCE_COLUMNS if name in kinds and name != text_column)]
-        number = 0
-        for batch in parquet.iter_batches(BATCH_ROWS, columns=names):
-            columns = [batch.column(name) for name in names]
-            for i in range(batch.num_rows):
-                number += 1
-                try:
-                    text, *licences = (column[i].as_py() for column in columns)
-                except UnicodeDecodeError as error:
-                    yield Row(None, fault=f"row {number}: the byte 0x{error.object[error.start]:02x} is not UTF-8")
-                else:
-                    yield Row(text, _licence(licences))
+        sizes = [parquet.metadata.row_group(i).num_rows for i in range(parquet.num_row_groups)]
+        ends = list(accumulate(sizes))
+        for group in _shuffled(len(sizes), file, seed):
+            skip, skipped = max(0, skip - sizes[group]), min(skip, sizes[group])
+            if skipped == sizes[group]:
+                continue
+            number = ends[group] - sizes[group]
+            for batch in parquet.iter_batches(BATCH_ROWS, row_groups=[group], columns=names):
+                columns = [batch.column(name) for name in names]
+                for i in range(min(skipped, batch.num_rows), batch.num_rows):
+                    try:
+                        text, *licences = (column[i].as_py() for column in columns)
+                    except UnicodeDecodeError as error:
+                        byte = error.object[error.start]
+                        yield Row(None, fault=f"row {number + i + 1}: the byte 0x{byte:02x} is not UTF-8")
+                    else:
+                        yield Row(text, _licence(licences))
+                skipped = max(0, skipped - batch.num_rows)
+                number += batch.num_rows
 
 
 def _is_text(kind: pyarrow.DataType) -> bool:
@@ -192,10 +239,10 @@ class _Record(NamedTuple):
     size: int = 0  # bytes; 0 in a list, which is in memory as a whole
 
 
-def _json(file: str, text_column: str) -> Iterator[Row]:
+def _json(file: str, text_column: str, seed: int | None) -> Iterator[Row]:
     with _unpacked(file) as stream:
         is_list = stream.peek(1).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
-        records = (_items if is_list else _lines)(stream, file, text_column)
+        records = _items(stream, file, text_column) if is_list else _lines(stream, file, text_column, seed)
         yield from _head(records, file, text_column)
         for record in records:
             yield record.row
@@ -238,25 +285,52 @@ def _items(stream: io.BufferedReader, file: str, text_column: str) -> Iterator[_
             yield _Record(Row(None, fault=f"item {number}: {_reason(error)}"), value)
 
 
-def _lines(stream: io.BufferedReader, file: str, text_column: str) -> Iterator[_Record]:
+def _lines(stream: io.BufferedReader, file: str, text_column: str, seed: int | None) -> Iterator[_Record]:
+    if seed is None or Path(file.lower()).suffix in COMPRESSIONS:
+        yield from _lines_between(stream, 0, None, file, text_column)
+        return
+    size = stream.seek(0, io.SEEK_END)
+    for block in _shuffled(-(-size // BLOCK), file, seed):
+        start = stream.seek(block * BLOCK)
+        if block > 0:  # skip the rest of the line that began earlier
+            stream.seek(start - 1)
+            start += len(stream.readline()) - 1
+        yield from _lines_between(stream, start, (block + 1) * BLOCK, file, text_column)
+
+
+def _lines_between(
+    stream: io.BufferedReader, start: int, end: int | None, file: str, text_column: str
+) -> Iterator[_Record]:
+    """The lines that begin in the bytes from `start` to before `end` of `file`; `stream` is at `start`."""
+    at = start
     for number in count(start=1):
         # Keep only the record while it is used, because a line may take gigabytes.
-        if (record := _line(stream.readline(), number, file, text_column)) is None:
+        if (end is not None and at >= end) or (record := _line(stream.readline(), file, text_column)) is None:
             return
+        at += record.size
+        if record.row.fault is not None:
+            line = _line_breaks(file, start) + number
+            record = record._replace(row=Row(None, fault=f"line {line}: {record.row.fault}"))
         if record.row is not _BLANK:
             yield record
+
+
+def _line_breaks(file: str, end: int) -> int:
+    """The number of line breaks in the first `end` bytes of `file`. Only for messages: it reads these bytes."""
+    with _binary(file) as opened:
+        return sum(opened.read(min(READ_AHEAD, end - at)).count(b"\n") for at in range(0, end, READ_AHEAD))
 
 
 _BLANK = Row(None)
 
 
-def _line(line: bytes, number: int, file: str, text_column: str) -> _Record | None:
+def _line(line: bytes, file: str, text_column: str) -> _Record | None:
     """The record of `line`; its row is _BLANK if the line is blank. None after the last line."""
     if not line:
         return None
     content = line.removeprefix(codecs.BOM_UTF8)  # a file concatenated from several has more than one
     if not content or content.isspace():
-        return _Record(_BLANK, None)
+        return _Record(_BLANK, None, len(line))
     value, broken = None, None
     try:
         try:
@@ -271,7 +345,7 @@ def _line(line: bytes, number: int, file: str, text_column: str) -> _Record | No
             reason += "; the file ends here and may be truncated"
         elif value is None and content.strip() in (b"{", b"["):
             reason += f"; each line should hold a whole record (jq -c . {file} > NEW)"
-        row = Row(None, fault=f"line {number}: {reason}")
+        row = Row(None, fault=reason)
     return _Record(row, value, len(line))
 
 

@@ -1,18 +1,28 @@
 """Checks whether the source text of prepared tokens has changed.
 
-A finished folder keeps the checksum of each local source file (`Manifest.source_checksums`), and verified.json its size
-and times. A file with a different size or time is read again: a copy, or a file that was only touched, counts as
-unchanged. Files from which no document was read may change. If none of the files exist, as on a machine that has only
-the tokens, nothing is reported.
+A manifest identifies each local source file by a checksum (`Manifest.source_checksums`): of all bytes if the file was
+read to its end, otherwise of its first and last MiB, because a share of a large corpus should not cost reading all of
+it. verified.json has the file's size and times. A file with a different size or time is read again: a copy, or a file
+that was only touched, counts as unchanged. Files from which no document was read may change. If none of the files
+exist, as on a machine that has only the tokens, nothing is reported.
 """
 
+from collections.abc import Iterable
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
-from sparsellm.data import corpus
-from sparsellm.data.checksums import Verified, stamp
-from sparsellm.data.manifest import Manifest
+from tqdm import tqdm
+
+from sparsellm.config import DataConfig, Source
+from sparsellm.data import corpus, token_files
+from sparsellm.data.checksums import Verified, digest_of, digest_of_ends, stamp
+from sparsellm.data.corpus import Document
+from sparsellm.data.errors import DataError
+from sparsellm.data.manifest import SPLITS, Manifest, Split
 
 NAMED = 3  # most files listed in one message
+_ENDS = "ends "  # in front of the checksum of a file's ends
 
 
 def changes(manifest: Manifest, folder: Path) -> list[str]:
@@ -60,20 +70,33 @@ def _read_for(manifest: Manifest) -> list[str]:
 
 
 def _is_changed(file: str, manifest: Manifest, folder: Path, verified: Verified) -> bool:
-    now, key = stamp(Path(file)), key_of(file)
+    now, recorded = stamp(Path(file)), manifest.source_checksums[file]
     assert now is not None
     if manifest.source_files[file] not in (None, now.bytes):
         return True
-    if not verified.knows(key):  # without verified.json, which folders prepared before 0.1.0 lack
+    if not verified.knows(_key(file, _is_whole(recorded))):  # folders prepared before 0.1.0 lack verified.json
         made = stamp(folder / "manifest.json")
         if made is not None and now.mtime_ns < made.mtime_ns:
             return False
-    return verified.checksum(key, Path(file)) != manifest.source_checksums[file]
+    return _checksum(file, _is_whole(recorded), verified) != recorded
 
 
-def key_of(file: str) -> str:
+def _is_whole(recorded: str) -> bool:
+    return not recorded.startswith(_ENDS)
+
+
+def _key(file: str, whole: bool) -> str:
     """The key of a source in verified.json, distinct from those of the folder's own files."""
-    return f"source {file}"
+    return f"source {file}" if whole else f"ends of source {file}"
+
+
+def _checksum(file: str, whole: bool, verified: Verified) -> str:
+    """The checksum of a source file for the manifest; empty if the file does not exist. Raises OSError."""
+    key, path = _key(file, whole), Path(file)
+    try:
+        return verified.checksum(key, path) if whole else _ENDS + verified.checksum(key, path, digest=digest_of_ends)
+    except FileNotFoundError:
+        return ""
 
 
 def _added(manifest: Manifest) -> list[str]:
@@ -82,3 +105,138 @@ def _added(manifest: Manifest) -> list[str]:
     if not (manifest.exhausted and patterns):
         return []
     return [file for file in corpus.local_files(patterns)[0] if file not in manifest.source_files]
+
+
+def with_sources_of_now(data: DataConfig, folder: Path, manifest: Manifest) -> Manifest:
+    """`manifest` with the current source files. The file being read (which then restarts) and files that were not read
+    yet may have changed or disappeared. Raises DataError if another one changed, or if files were added.
+    """
+    before = manifest.source_files
+    now = corpus.find_files(data) if data.source == Source.files else before
+    verified, recorded = Verified(folder), manifest.source_checksums
+    try:
+        other = {
+            file for file in _checking(before)
+            if now.get(file, 0) != before[file]
+            or (file in recorded and _checksum(file, _is_whole(recorded[file]), verified) != recorded[file])
+        }  # fmt: skip
+    except OSError as error:
+        raise DataError(f"{error.filename} cannot be read ({error.strerror}): restore the file") from error
+    verified.keep()
+    if added := [file for file in now if file not in before]:
+        raise DataError(
+            f"{names(added)} {'was' if len(added) == 1 else 'were'} not there when the preparation of {folder}"
+            " started: remove the addition, or prepare all files in another folder (another data.name)"
+        )
+    current = _current(manifest)
+    if finished := [file for file in _kept(manifest) if file in other and file != current]:
+        raise DataError(
+            f"{names(finished)} {'has' if len(finished) == 1 else 'have'} changed since it was read for"
+            f" {folder}: restore the original, or choose another data.name or data.path"
+        )
+    if not other:
+        return manifest
+    print(
+        f"sparsellm: {names(sorted(other))}, not completely read for {folder} yet, changed or disappeared: the"
+        " preparation continues with the current files",
+        flush=True,
+    )
+    if current in other:
+        print(f"sparsellm: removed the tokens of {current}, which is read again", flush=True)
+        manifest = _before_the_file(folder, manifest, current)
+    gone = sum(file not in now for file in list(before)[: manifest.position["file"]])
+    position = {**manifest.position, "file": manifest.position["file"] - gone}
+    return replace(manifest, source_files=now, position=position)
+
+
+def _kept(manifest: Manifest) -> list[str]:
+    """The files that must not change, because their documents are in the tokens, or decide which documents are."""
+    files, position = list(manifest.source_files), manifest.position
+    if manifest.seed is None:
+        return files[: position["file"] + (position["document"] > 0)]
+    return files if manifest.cut else [file for file in files if file in manifest.taken]
+
+
+def _current(manifest: Manifest) -> str | None:
+    """The file being read, if its documents can be rolled back."""
+    if manifest.begun is None or manifest.position["document"] == 0:
+        return None
+    return list(manifest.source_files)[manifest.position["file"]]
+
+
+def _before_the_file(folder: Path, manifest: Manifest, current: str) -> Manifest:
+    """`manifest` before the first document of the `current` file."""
+    begun = manifest.begun
+    assert begun is not None
+    for split in SPLITS:
+        with token_files.Writer(folder, split, manifest):
+            pass  # verifies what was written against its checksums, which exist only for the whole
+    manifest = replace(
+        manifest,
+        **{**begun, **{split: Split(**begun[split]) for split in SPLITS}},
+        begun=None,
+        source_checksums={file: known for file, known in manifest.source_checksums.items() if file != current},
+        taken={file: taken for file, taken in manifest.taken.items() if file != current},
+    )
+    sizes = token_files.sizes("train", manifest) | token_files.sizes("validation", manifest)
+    kept = {name: {"bytes": size, "xxh3": digest_of(folder / name, size).hexdigest()} for name, size in sizes.items()}
+    return replace(manifest, files=manifest.files | kept)
+
+
+def so_far(manifest: Manifest) -> dict[str, Any]:
+    """The state that `_before_the_file` restores."""
+    return {
+        **{split: asdict(getattr(manifest, split)) for split in SPLITS},
+        "empty_documents": manifest.empty_documents,
+        "bad_records": manifest.bad_records,
+        "empty_files": manifest.empty_files,
+        "licences": dict(manifest.licences),
+        "position": dict(manifest.position),
+    }
+
+
+def _checking(files: Iterable[str]) -> Iterable[str]:
+    return tqdm(files, desc="checksums of the text", unit=" files", delay=5, leave=False)
+
+
+class Reading:
+    """Records in a manifest what is taken of each source file, and the checksums of local ones."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.manifest, self.verified = manifest, Verified(folder)
+        self.files = list(manifest.source_files)
+        self.stamps = {file: stamp(Path(file)) for file in self.files if "://" not in file}
+        self.read: dict[str, bool] = {}  # files since the last `sync`: whether to their ends
+        self.taken: dict[str, int] = {}  # of the current file
+
+    def begin(self, document: Document) -> None:
+        """Count a document, or the end of its file."""
+        if not self.files:  # the embedded corpus
+            return
+        file = self.files[document.file]
+        self.read[file] = document.end
+        if self.manifest.seed is not None:
+            self.taken = self.manifest.taken.setdefault(file, {"documents": 0, "tokens": 0, "all": 0})
+            self.taken["documents"] += not document.end
+            self.taken["all"] = int(document.end)
+
+    def count(self, tokens: int) -> None:
+        """Count training tokens of the last document."""
+        if self.taken:
+            self.taken["tokens"] += tokens
+
+    def sync(self) -> None:
+        """Record the checksums of the files. Raises DataError if one changed while it was read."""
+        for file, whole in _checking(self.read.items()):
+            if file not in self.stamps:
+                continue
+            try:
+                self.manifest.source_checksums[file] = _checksum(file, whole, self.verified)
+            except OSError as error:
+                raise DataError(f"{file} cannot be read ({error.strerror}): restore the file") from error
+            if stamp(Path(file)) != self.stamps[file]:
+                raise DataError(
+                    f"{file} was changed while it was being read: stop whatever writes to it, and prepare again"
+                )
+        self.read = dict([*self.read.items()][-1:])
+        self.verified.keep()

@@ -18,9 +18,12 @@ changed: nothing is lost, and some sequences are repeated.
 import os
 from collections import deque
 from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import count
+from functools import partial
+from itertools import accumulate, count, pairwise
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -34,6 +37,7 @@ from sparsellm.data.packed import Batch, outlive_stop_signals, permutation, star
 from sparsellm.system.console import warn
 
 GROUP_BLOCKS = 1024
+FILES_AT_ONCE = 16  # read for the held-out sequences
 _REMEDY = (
     "prepare the tokens first (`python -m sparsellm.prepare_data` with data.streaming=false): then the end of the text"
     " is held out if there are too few documents"
@@ -69,21 +73,40 @@ class TokenStream:
             )
 
     def validation(self, samples: int) -> torch.Tensor:
-        """The first `samples` held-out blocks, or all if there are fewer: int64 [V, T + 1]. Reads the files in their
-        original order, so the blocks are the same on every rank and at every start. Raises DataError if there are
-        none."""
-        length, found = self.sequence_length, 0
-        pieces: list[np.ndarray] = []
-        for _, _, tokens in self._tokens(list(self.files), corpus.START, held_out=True):
-            pieces.append(tokens)
-            found += len(tokens)
-            if found > samples * length:
-                break
-        if found <= length:
+        """`samples` held-out blocks, or all if there are fewer: int64 [V, T + 1]. Every file gives a share in
+        proportion to its size, from its start, so the blocks are the same on every rank and at every start. Raises
+        DataError if there are none, unless nothing is to be held out."""
+        length, names = self.sequence_length, list(self.files)
+        if self.validation_fraction == 0:
+            return torch.empty(0, length + 1, dtype=torch.int64)
+        wanted, sizes = samples * length + 1, list(accumulate(size or 1 for size in self.files.values()))
+        ends = [wanted * size // sizes[-1] for size in sizes]
+        shares = [end - start for start, end in pairwise([0, *ends])]
+        read = partial(self._held_out, self._vocabulary(), Lock())
+        with ThreadPoolExecutor(FILES_AT_ONCE) as threads:  # opening a hub file takes about a second
+            found = list(threads.map(read, names, shares))
+        for i, name in enumerate(names):
+            if (missing := wanted - sum(map(len, found))) > 0:
+                found[i] = read(name, len(found[i]) + missing)
+        tokens = np.concatenate(found)
+        if len(tokens) <= length:
             raise DataError(
-                f"the stream has {found:,} validation tokens, fewer than one block of {length + 1:,}: {_REMEDY}"
+                f"the stream has {len(tokens):,} validation tokens, fewer than one block of {length + 1:,}: {_REMEDY}"
             )
-        return torch.from_numpy(_blocks(np.concatenate(pieces), length)[:samples].copy())
+        blocks = _blocks(tokens, length)
+        chosen = np.linspace(0, len(blocks) - 1, min(samples, len(blocks))).astype(int)  # the first and last included
+        return torch.from_numpy(blocks[chosen])
+
+    def _held_out(self, vocabulary: tokenizer.Vocabulary, lock: Lock, name: str, wanted: int) -> np.ndarray:
+        """The tokens of the first held-out documents of a file, at least `wanted` or all."""
+        tokens = np.empty(0, np.int64)
+        documents = corpus.read([name], self.text_column, skip_bad_records=self.skip_bad_records)
+        while len(tokens) < wanted and (document := next(documents, None)) is not None:
+            if document.text and corpus.is_held_out(document.text, self.validation_fraction):
+                with lock:  # a tokenizer serves one thread at a time
+                    (ids,) = tokenizer.encode(vocabulary, [document.text])
+                tokens = np.concatenate([tokens, np.array(ids, np.int64)])
+        return tokens
 
     def batches(self, state: dict[str, Any] | None) -> Generator[Batch, None, None]:
         """Endless (int64 [share, T + 1], state after it), from the start or from `state`.
@@ -227,7 +250,7 @@ class TokenStream:
         for epoch in count(position["epoch"]):
             files = [name for name in self._order(epoch) if name in self.files]
             total = 0
-            for where, last, tokens in self._tokens(files, start, held_out=False):
+            for where, last, tokens in self._tokens(files, start):
                 total += len(tokens)
                 yield {"epoch": epoch, **where}, [epoch, last], tokens
             if files and total == 0 and start == corpus.START:
@@ -237,14 +260,12 @@ class TokenStream:
                 )
             start = corpus.START
 
-    def _tokens(
-        self, files: list[str], position: corpus.Position, held_out: bool
-    ) -> Iterator[tuple[corpus.Position, str, np.ndarray]]:
+    def _tokens(self, files: list[str], position: corpus.Position) -> Iterator[tuple[corpus.Position, str, np.ndarray]]:
         vocabulary = self._vocabulary()
         documents = corpus.read(files, self.text_column, position, self.skip_bad_records)
         for chunk in corpus.chunks(documents):
             texts = [document.text for document in chunk if document.text]
-            texts = [text for text in texts if corpus.is_held_out(text, self.validation_fraction) == held_out]
+            texts = [text for text in texts if not corpus.is_held_out(text, self.validation_fraction)]
             tokens = [np.array(ids, np.int64) for ids in tokenizer.encode(vocabulary, texts)]
             yield chunk[0].position(), files[chunk[-1].file], np.concatenate([np.empty(0, np.int64), *tokens])
 

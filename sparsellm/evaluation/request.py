@@ -21,6 +21,7 @@ from sparsellm.evaluation.results import MEANS, VALIDATION, Finished, Parts, dty
 from sparsellm.runs.layout import CONFIG, EVALUATION
 from sparsellm.runs.locate import Checkpoint, locate, not_found
 from sparsellm.runs.precision import computed_in, dtype_name
+from sparsellm.system.console import warn
 
 TORCH = "torch"  # folder of the PyTorch side, with compare_kernels=true
 PACKAGES = ("sparsellm", "lm_eval", "torch", "transformers", "datasets")
@@ -82,15 +83,19 @@ class Request:
         return load(self.checkpoint.run / CONFIG)
 
     def held_out(self) -> torch.Tensor | None:
-        """The run's held-out blocks, int64 [V, T + 1]; None if not asked for, or without a run.
+        """The run's held-out blocks, int64 [V, T + 1]; None if not asked for, without a run, or if the run's data holds
+        nothing out.
 
         Raises DataError, ConfigError, OSError.
         """
         if self.checkpoint.run is None or not self.config.validation:
             return None
         run = self.run_config()
-        samples = run.logging.validation_samples
-        return data.open_validation(data.Request.of(run), samples, Path(self.checkpoint.model), self.checkpoint.run)
+        request, samples = data.Request.of(run), run.logging.validation_samples
+        if request.holds_nothing_out:
+            warn(f"{self.checkpoint}: data.validation_fraction=0 held nothing out, so validation loss is skipped")
+            return None
+        return data.open_validation(request, samples, Path(self.checkpoint.model), self.checkpoint.run)
 
     @cached_property
     def source(self) -> str:

@@ -5,13 +5,16 @@ does not answer, the libraries run offline, with the copies in their cache.
 """
 
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from sparsellm.system.console import is_main_rank, warn
 
 SECONDS = 5  # for the hub's answer
+PATIENCE = (2, 5, 10, 30, 60, 120, 240)  # seconds between attempts while the hub fails
 
 
 def answers(what: str) -> bool:
@@ -30,8 +33,44 @@ def obstacle() -> str | None:
     try:
         get_session().head(constants.ENDPOINT, timeout=SECONDS)
     except Exception as error:  # from the library's HTTP client, or its own in offline mode
-        return f"{constants.ENDPOINT} does not answer ({' '.join(str(error).split()) or type(error).__name__})"
+        return f"{constants.ENDPOINT} does not answer ({reason(error)})"
     return None
+
+
+def is_temporary(error: Exception) -> bool:
+    """Whether `error` is a timeout, a lost connection, or an answer that says to come back later."""
+    from huggingface_hub.errors import HTTPError
+
+    if not isinstance(error, HTTPError):  # the base of the HTTP client's errors, not all of which are OSErrors
+        return isinstance(error, ConnectionError | TimeoutError)
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    return status is None or status >= 500 or status in (408, 429)
+
+
+def waits(error: Exception, what: str, attempt: int) -> bool:
+    """Wait after failure number `attempt` (from 0) in a row. False if it was the last one to wait for."""
+    if attempt == len(PATIENCE):
+        return False
+    warn(f"{what}: the hub does not answer ({reason(error)}); trying again in {PATIENCE[attempt]} s")
+    time.sleep(PATIENCE[attempt])
+    return True
+
+
+def reason(error: Exception) -> str:
+    """`error` on one line, for messages."""
+    return f"{type(error).__name__}: {text}" if (text := " ".join(str(error).split())) else type(error).__name__
+
+
+def answer(call: Callable[[], Any], what: str) -> Any:
+    """The result of `call`, which asks the hub for `what`, and is repeated while it fails temporarily."""
+    attempt = 0
+    while True:
+        try:
+            return call()
+        except Exception as error:
+            if not (is_temporary(error) and waits(error, what, attempt)):
+                raise
+        attempt += 1
 
 
 @contextmanager

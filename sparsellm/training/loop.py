@@ -226,7 +226,7 @@ class Trainer:
                 with profile.step(self.step + 1):
                     sums, norm, clock = self.advance(batches)
                 stopping |= self._read()  # numbers of an earlier step, already available
-                scoring = self._due(config.logging.validation_every) or self._evaluation() is not None
+                scoring = self._validation_due or self._evaluation() is not None
                 if scoring or self.step == 1 or self._due(config.logging.every):
                     self.reported = self._reduce(sums, norm, clock, stop.signal is not None)
                 if scoring:
@@ -349,7 +349,7 @@ class Trainer:
 
         The last step's checkpoint is then saved again, so that its model card has the scores.
         """
-        held_out = self._validate() if self._due(self.config.logging.validation_every) else None
+        held_out = self._validate() if self._validation_due else None
         evaluation = self._evaluation()
         scores = None if evaluation is None else evaluation.scores(self.step, self.decoder, self.data)
         if self.log is not None and self.row is not None:
@@ -358,6 +358,11 @@ class Trainer:
         self.row = None
         if self.step == self.config.training.steps:
             self._save()
+
+    @property
+    def _validation_due(self) -> bool:
+        """Never due if the data holds nothing out (data.validation_fraction=0)."""
+        return len(self.data.validation) > 0 and self._due(self.config.logging.validation_every)
 
     def _put_row(self, log: RunLog) -> None:
         """Write the row that has waited wherever rows go."""

@@ -33,7 +33,7 @@ SIZES = {"0p5b", "1b", "1p5b", "2b", "7b", "mini", "tiny"}
 
 def test_shipped_groups_are_the_documented_ones():
     assert set(choices("model")) > SIZES  # the others: test_architectures.py
-    assert choices("data") == ["files", "fineweb_edu", "fineweb_edu_stream", "stdlib_docs"]
+    assert choices("data") == ["files", "fineweb_edu", "fineweb_edu_stream", "paper", "stdlib_docs"]
     assert choices("sparsity") == ["dense_silu", "l1", "relu"]
     assert choices("logging") == ["disabled", "offline", "online"]
 

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from whole_config import mistakes, open_data, open_validation, prepare
 
 from sparsellm.config import SHORTEST_SEQUENCE, Config
 from sparsellm.config.keys import bound_mistakes
-from sparsellm.data import DataError, Request, corpus, preparation, tokenizer
+from sparsellm.data import DataError, Request, corpus, preparation, token_files, tokenizer
 from sparsellm.data.manifest import Split, read
 from sparsellm.distributed.groups import process_group
 
@@ -111,15 +112,20 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("extended", [False, True])
-@pytest.mark.parametrize(("name", "calls"), [("_replace_end", 4), ("write", 4), ("checksums", 1)])
+@pytest.mark.parametrize(
+    ("module", "name", "calls"),
+    [(token_files, "_replace_end", 4), (preparation, "write", 4), (preparation, "checksums", 1)],
+)
 def test_stopped_at_any_step_of_the_cut_it_goes_on_to_the_same_bytes(
     make_config: MakeConfig, text_files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    name: str, calls: int, extended: bool,
+    module: ModuleType, name: str, calls: int, extended: bool,
 ) -> None:  # fmt: skip
     direct = make_config(text_files[:2], path=str(tmp_path / "direct"))
+    if extended:
+        prepare(replace(direct, data=replace(direct.data, max_tokens=2_000)))
     expected = prepare(direct)
     assert expected.cut
-    original = getattr(preparation, name)
+    original = getattr(module, name)
     for fatal in range(1, calls + 1):
         config = make_config(text_files[:2], path=str(tmp_path / f"{fatal}"), max_tokens=2_000)
         if extended:
@@ -135,7 +141,7 @@ def test_stopped_at_any_step_of_the_cut_it_goes_on_to_the_same_bytes(
             return original(*arguments)
 
         with monkeypatch.context() as patch:
-            patch.setattr(preparation, name, dying)
+            patch.setattr(module, name, dying)
             with pytest.raises(Killed):
                 prepare(config)
         assert (read(Path(config.data.path)) is None) == (not extended)
@@ -143,24 +149,34 @@ def test_stopped_at_any_step_of_the_cut_it_goes_on_to_the_same_bytes(
         assert contents(Path(config.data.path)) == contents(tmp_path / "direct")
 
 
-def test_an_extended_folder_is_what_one_preparation_gives_and_holds_out_nothing_that_was_trained_on(
+def test_an_extended_folder_holds_out_nothing_that_was_trained_on(
     make_config: MakeConfig, text_files: list[str], tmp_path: Path
 ) -> None:
     config = make_config(text_files, max_tokens=2_000)
-    before = 0
+    before: list[int] = []
     for amount in (2_000, 6_000, 1_000_000):
         config.data.max_tokens = amount
         manifest = prepare(config)
         assert manifest.cut
         assert mistakes(config) == []
-        direct = make_config(text_files, max_tokens=amount, path=str(tmp_path / f"direct-{amount}"))
-        assert prepare(direct) == manifest
-        assert contents(Path(config.data.path)) == contents(Path(direct.data.path))
-        everything = tokens_in(config, "train") + tokens_in(config, "validation")
-        assert everything == encoded(config, [Path(file).read_text() for file in text_files])[: len(everything)]
-        assert manifest.train.tokens > before  # the cut moved past everything that had been left for training
-        before = manifest.train.tokens
+        train = tokens_in(config, "train")
+        assert train[: len(before)] == before  # the cut moved past everything that had been left for training
+        assert len(train) > len(before)
+        before = train
     assert manifest.exhausted
+    everything = encoded(config, [Path(file).read_text() for file in text_files])
+    assert sorted(train + tokens_in(config, "validation")) == sorted(everything)
+
+
+def test_a_cut_folder_is_extended_only_with_the_files_that_decided_its_tokens(
+    make_config: MakeConfig, text_files: list[str], tmp_path: Path
+) -> None:
+    config = make_config([f"{tmp_path}/*.txt"], max_tokens=2_000)
+    assert [*prepare(config).taken] == text_files[:1]
+    Path(text_files[5]).unlink()
+    config.data.max_tokens = 6_000
+    with pytest.raises(DataError, match=r"5\.txt has changed since it was read for"):
+        prepare(config)
 
 
 def test_a_longer_sequence_does_not_move_the_cut_of_a_folder_that_was_trained_on(
@@ -183,12 +199,12 @@ def test_documents_that_come_to_be_enough_end_the_cut(
     for name, some in (("a", texts[:40]), ("b", texts[40:])):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in some))
         files.append(str(tmp_path / f"{name}.jsonl"))
-    config = make_config(files, max_tokens=500, validation_fraction=0.05)
+    config = make_config(files, max_tokens=200, validation_fraction=0.02)
     assert prepare(config).cut
     config.data.max_tokens = 1_000_000
     assert not prepare(config).cut
-    held_out = [text for text in texts if corpus.is_held_out(text, 0.05)]
-    assert tokens_in(config, "validation") == encoded(config, held_out)
+    held_out = [text for text in texts if corpus.is_held_out(text, 0.02)]
+    assert sorted(tokens_in(config, "validation")) == sorted(encoded(config, held_out))
 
 
 def test_the_amount_asked_for_is_left_for_training_after_the_cut(

@@ -3,6 +3,7 @@
 import bz2
 import codecs
 import gzip
+import itertools
 import json
 import lzma
 import tracemalloc
@@ -193,3 +194,42 @@ def test_an_address_is_read_as_a_file_is(tmp_path: Path, name: str) -> None:
     memory = fsspec.filesystem("memory")
     memory.pipe(f"/{name}", content)
     assert read(f"memory://{name}") == read(written(tmp_path / name, content)) == texts
+
+
+@pytest.fixture(params=["parquet", "jsonl"])
+def blocks(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A file of 250 records in about ten blocks; in jsonl, blank lines and a line longer than several blocks."""
+    texts = [f"{i} " + "word " * (500 if i == 100 else i % 7) for i in range(250)]
+    monkeypatch.setattr("sparsellm.data.rows.BLOCK", 700)
+    if request.param == "jsonl":
+        return written(tmp_path / "a.jsonl", b"\n".join(lines({"text": text}) for text in texts))
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet", row_group_size=27)
+    return str(tmp_path / "a.parquet")
+
+
+def test_a_seed_shuffles_the_blocks_of_a_file_and_any_record_can_be_the_first(blocks: str) -> None:
+    in_order, found = list(rows(blocks, "text")), list(rows(blocks, "text", 7))
+    assert [int(row.text.split()[0]) for row in in_order] == list(range(250))
+    assert sorted(found) == sorted(in_order)
+    numbers = [int(row.text.split()[0]) for row in found]
+    jumps = sum(b != a + 1 for a, b in itertools.pairwise(numbers))
+    assert 5 <= jumps <= 20
+    assert found != list(rows(blocks, "text", 8))
+    for skip in (0, 1, 26, 27, 28, 100, 249, 250):
+        assert list(rows(blocks, "text", 7, skip)) == found[skip:]
+        assert list(rows(blocks, "text", None, skip)) == in_order[skip:]
+
+
+def test_the_order_of_blocks_does_not_depend_on_the_folder(blocks: str, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    copy = written(tmp_path / "other" / Path(blocks).name, Path(blocks).read_bytes())
+    assert list(rows(copy, "text", 7)) == list(rows(blocks, "text", 7))
+
+
+@pytest.mark.parametrize("blocks", ["jsonl"], indirect=True)
+def test_a_bad_record_in_a_shuffled_block_is_named_by_its_line_in_the_file(blocks: str) -> None:
+    records = Path(blocks).read_bytes().split(b"\n")
+    for line in (0, 200, 400):
+        records[line] = b"{"
+    faults = sorted(row.fault for row in rows(written(Path(blocks), b"\n".join(records)), "text", 7) if row.fault)
+    assert [fault.split(":")[0] for fault in faults] == ["line 1", "line 201", "line 401"]

@@ -11,7 +11,7 @@ from whole_config import mistakes, open_data, prepare
 
 from sparsellm import config as configuration
 from sparsellm.config import Config
-from sparsellm.data import DataError, corpus, preparation
+from sparsellm.data import DataError, corpus, preparation, token_files
 from sparsellm.data.checksums import VERIFIED
 from sparsellm.data.manifest import read, verify
 from sparsellm.distributed.groups import process_group
@@ -88,9 +88,9 @@ def test_a_file_that_was_touched_or_copied_or_not_read_has_not_changed(
     shutil.copy(files[1], files[1].with_suffix(".copy"))
     files[1].with_suffix(".copy").replace(files[1])
     assert mistakes(config) == []
-    part = make_config(config.data.files, path=f"{config.data.path}-part", max_tokens=500)
-    prepare(part)
-    replaced(files[2])
+    part = make_config(config.data.files, path=f"{config.data.path}-part", max_tokens=40)
+    assert str(files[1]) not in prepare(part).taken
+    replaced(files[1])
     assert mistakes(part) == []
     assert prepare(part).train.tokens < 1_000
 
@@ -183,18 +183,16 @@ def failed(config: Config, texts: list[str], monkeypatch: pytest.MonkeyPatch) ->
     """A preparation that ended at a bad record in the middle of the second file, which is partly prepared."""
     monkeypatch.setattr(corpus, "CHUNK_CHARACTERS", 2_000)
     second = Path(config.data.path).with_name("b.jsonl")
-    reading = corpus.read
+    reading = corpus.documents
 
-    def failing(
-        files: list[str], column: str, position: corpus.Position = corpus.START, *, skip_bad_records: bool = False
-    ):
-        for document in reading(files, column, position):
+    def failing(*given: object, **named: object):
+        for document in reading(*given, **named):
             if document.file == 1 and document.number == 150:
                 raise DataError("b.jsonl has a bad record")
             yield document
 
     with monkeypatch.context() as patch:
-        patch.setattr(corpus, "read", failing)
+        patch.setattr(corpus, "documents", failing)
         with pytest.raises(DataError, match="a bad record"):
             prepare(config)
     progress = read(second.parent / "prepared", "progress.json")
@@ -248,19 +246,17 @@ def test_a_file_that_changes_while_it_is_read_is_named(
     config: Config, files: list[Path], make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(corpus, "CHUNK_CHARACTERS", 2_000)
-    reading = corpus.read
+    reading = corpus.documents
 
-    def meanwhile(
-        names: list[str], column: str, position: corpus.Position = corpus.START, *, skip_bad_records: bool = False
-    ):
-        for document in reading(names, column, position):
+    def meanwhile(*given: object, **named: object):
+        for document in reading(*given, **named):
             if document.file == 1 and document.number == 190:
                 replaced(files[1])
                 os.utime(files[1])
             yield document
 
     with monkeypatch.context() as patch:
-        patch.setattr(corpus, "read", meanwhile)
+        patch.setattr(corpus, "documents", meanwhile)
         with pytest.raises(DataError, match=r"b\.jsonl was changed while it was being read"):
             prepare(config)
     manifest = prepare(config)
@@ -276,9 +272,9 @@ def test_what_runs_read_stays_while_tokens_are_added(
     before = prepare(config)
     assert before.cut == cut
     config.data.max_tokens = 12_000
-    flush, calls = preparation._Writer.flush, 0
+    flush, calls = token_files.Writer.flush, 0
 
-    def failing(writer: preparation._Writer) -> None:
+    def failing(writer: token_files.Writer) -> None:
         nonlocal calls
         calls += 1
         if calls == 6:
@@ -286,7 +282,7 @@ def test_what_runs_read_stays_while_tokens_are_added(
         flush(writer)
 
     with monkeypatch.context() as patch:
-        patch.setattr(preparation._Writer, "flush", failing)
+        patch.setattr(token_files.Writer, "flush", failing)
         with pytest.raises(DataError, match="a bad record"):
             prepare(config)
     folder = Path(config.data.path)
@@ -295,7 +291,9 @@ def test_what_runs_read_stays_while_tokens_are_added(
     fraction = {"validation_fraction": config.data.validation_fraction}
     few = make_config(config.data.files, max_tokens=before.train.tokens, **fraction)
     assert mistakes(few) == []
-    straight = make_config(config.data.files, path=f"{config.data.path}-straight", max_tokens=12_000, **fraction)
+    straight = make_config(config.data.files, path=f"{config.data.path}-straight", max_tokens=5_000, **fraction)
+    prepare(straight)
+    straight.data.max_tokens = 12_000
     assert prepare(config) == prepare(straight)
     assert tokens(config) == tokens(straight)
     assert not (folder / "again").exists()

@@ -107,15 +107,42 @@ def test_ranks_read_different_files(stream: TokenStream) -> None:
     assert seen[0].isdisjoint(seen[1])
 
 
-def test_validation_is_held_out_and_the_same_as_when_prepared(
+def held_out_blocks(stream: TokenStream, texts: list[str]) -> torch.Tensor:
+    held_out = [text for i, text in enumerate(texts) if i % 50 != 49 and corpus.is_held_out(text, 0.1)]
+    return torch.tensor(tokens_of(stream, held_out)).unfold(0, LENGTH + 1, LENGTH)
+
+
+def test_validation_is_held_out_and_the_same_on_every_rank(
     stream: TokenStream, make_config: Callable[..., Config], parquet: list[str], texts: list[str]
 ) -> None:
-    held_out = [text for i, text in enumerate(texts) if i % 50 != 49 and corpus.is_held_out(text, 0.1)]
-    expected = torch.tensor(tokens_of(stream, held_out)).unfold(0, LENGTH + 1, LENGTH)
-    assert torch.equal(stream.validation(10), expected[:10])
-    assert torch.equal(stream.validation(10**6), expected)
-    assert torch.equal(replace(stream, rank=1, world_size=2).validation(10), expected[:10])
-    assert prepare(make_config(parquet)).validation.blocks == len(expected)
+    everything = held_out_blocks(stream, texts)
+    assert torch.equal(stream.validation(10**6), everything)
+    found = stream.validation(10)
+    assert found.shape == (10, LENGTH + 1)
+    assert torch.equal(replace(stream, rank=1, world_size=2).validation(10), found)
+    assert prepare(make_config(parquet)).validation.blocks == len(everything)
+
+
+def test_validation_sequences_come_from_all_files(stream: TokenStream, texts: list[str]) -> None:
+    of = [held_out_blocks(stream, texts[100 * i : 100 * i + 100]).flatten() for i in range(6)]
+    own = [set(zip(ids.tolist(), ids[1:].tolist(), ids[2:].tolist(), ids[3:].tolist(), strict=False)) for ids in of]
+    for samples in (12, 40):
+        found = stream.validation(samples)
+        assert len({tuple(block) for block in found.tolist()}) == len(found) == samples
+        counts = [0] * 6
+        for block in found.tolist():
+            four = list(zip(block, block[1:], block[2:], block[3:], strict=False))
+            counts[max(range(6), key=lambda i, four=four: sum(each in own[i] for each in four))] += 1
+        assert all(samples / 6 - 2 <= count <= samples / 6 + 2 for count in counts)
+        assert min(counts) > 0
+
+
+def test_a_file_with_little_held_out_text_hands_its_validation_sequences_on(
+    stream: TokenStream, tmp_path: Path
+) -> None:
+    Dataset.from_dict({"text": ["short"] * 10}).to_parquet(tmp_path / "short.parquet")
+    files = {**stream.files, str(tmp_path / "short.parquet"): 10 * max(stream.files.values())}
+    assert len(replace(stream, files=files).validation(10)) == 10
 
 
 def test_another_number_of_ranks_another_rank_and_other_files_are_refused_by_name(stream: TokenStream) -> None:
@@ -196,7 +223,7 @@ def test_a_later_file_may_change_or_go_and_nothing_is_read_twice(
 
 
 def training_tokens(stream: TokenStream, name: str) -> list[int]:
-    return np.concatenate([tokens for *_, tokens in stream._tokens([name], corpus.START, held_out=False)]).tolist()
+    return np.concatenate([tokens for *_, tokens in stream._tokens([name], corpus.START)]).tolist()
 
 
 def in_order(stream: TokenStream, state: dict) -> list[int]:
@@ -260,4 +287,4 @@ def test_a_stream_with_nothing_to_train_on_stops(stream: TokenStream) -> None:
     with pytest.raises(DataError, match="contain no document to train on"):
         take(replace(stream, validation_fraction=1.0), 1)
     with pytest.raises(DataError, match=r"fewer than one block of 33: prepare the tokens first"):
-        replace(stream, validation_fraction=0.0).validation(1)
+        replace(stream, validation_fraction=1e-9).validation(1)

@@ -515,6 +515,15 @@ def test_a_validation_that_a_resume_goes_without_leaves_its_row_without(tmp_path
 
 
 @pytest.mark.usefixtures("quick_ending")
+def test_data_that_holds_nothing_out_is_trained_on_without_validation(tmp_path):
+    with small_trainer(tmp_path / "run") as trainer:
+        trainer.data.validation = trainer.data.validation[:0]
+        assert trainer.fit() == 0
+    rows = {row["step"]: row["val_ce"] for row in read(tmp_path / "run" / METRICS)}
+    assert rows == dict.fromkeys([1, 3, 6, 9, 12])
+
+
+@pytest.mark.usefixtures("quick_ending")
 def test_a_checkpoint_that_was_saved_after_its_row_as_before_0_1_0_goes_on(tmp_path):
     with small_trainer(tmp_path / "straight", *SAVED_AND_SCORED) as trainer:
         assert trainer.fit() == 0

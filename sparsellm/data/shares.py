@@ -1,0 +1,120 @@
+"""How much preparation reads of each file: a share of the tokens asked for, in proportion to the file's size.
+
+Preparation goes through the files in passes. A pass has a goal: the number of training tokens to reach. Each file has a
+target: the number to reach after this file, which adds up the shares of the files so far. So documents longer than a
+share cause no drift, and a file whose target is reached already is not opened. The last file is read until the goal is
+reached. If it ends earlier, another pass divides the rest among the files that have text left.
+
+Within a file, documents come from shuffled blocks (rows.py). A later pass, for example of an extension, continues in
+each file where the last one stopped: no document is used twice, and tokens are only appended.
+
+The reader is ahead of the tokenizing processes, whose number must not change the result. So it compares targets with an
+estimate: the characters read, times the tokens per character of a sample of the same file.
+"""
+
+from collections.abc import Iterator
+from itertools import accumulate, chain, islice
+from typing import NamedTuple
+
+from sparsellm.data import corpus, tokenizer
+from sparsellm.data.corpus import Document
+from sparsellm.data.manifest import Manifest, is_enough, tokens_left
+from sparsellm.data.tokenizer import Vocabulary
+
+# First documents of a file that are tokenized to estimate its tokens per character, and characters of each at most.
+SAMPLE_DOCUMENTS, SAMPLE_TEXT = 64, 20_000
+# Files are sampled while all samples are smaller than this many tokens plus this fraction of the tokens read.
+FREE_SAMPLES, SAMPLED_FRACTION = 500_000, 0.02
+
+
+class Estimate(NamedTuple):
+    """What the reader knows after a document; saved with the position."""
+
+    tokens: float  # training tokens, estimated
+    ratio: float = 0.0  # tokens per character of the current file
+    sampled: int = 0  # tokens of all samples of the pass
+    characters: int = 0  # characters of these samples
+
+
+def begin_pass(manifest: Manifest, limit: int) -> int:
+    """Begin a pass unless one is under way. Returns its goal: an earlier one that is not reached yet, or `limit`."""
+    unreached = [goal for goal in manifest.goals if not is_enough(manifest, goal)]
+    if not unreached:
+        manifest.goals.append(limit)
+        unreached = [limit]
+    if next(reversed(manifest.targets.values()), None) != unreached[0]:  # none, or those of an earlier goal
+        start = tokens_left(manifest)
+        sizes = {file: size or 1 for file, size in manifest.source_files.items() if not _is_used_up(manifest, file)}
+        sums, total = accumulate(sizes.values()), sum(sizes.values())
+        manifest.targets = {
+            file: start + (unreached[0] - start) * so_far // total for file, so_far in zip(sizes, sums, strict=True)
+        }
+        manifest.position, manifest.begun = {**corpus.START, "estimate": [*Estimate(start)]}, None
+    return unreached[0]
+
+
+def _is_used_up(manifest: Manifest, file: str) -> bool:
+    return file in manifest.taken and bool(manifest.taken[file]["all"])
+
+
+def are_used_up(manifest: Manifest) -> bool:
+    """Whether no file has text left."""
+    return all(_is_used_up(manifest, file) for file in manifest.source_files)
+
+
+def finish(manifest: Manifest) -> None:
+    """End the pass of a finished preparation; if it asked for less than the pass, an extension continues the pass."""
+    if is_enough(manifest, manifest.goals[-1]):
+        manifest.targets, manifest.position = {}, dict(corpus.START)
+    elif left := [file for file, target in manifest.targets.items() if target > manifest.train.tokens]:
+        print(
+            f"sparsellm: stopped before {len(left):,} of {len(manifest.source_files):,} files gave their whole share of"
+            f" the {manifest.goals[-1]:,} tokens with which this preparation began",
+            flush=True,
+        )
+
+
+def documents(
+    manifest: Manifest, vocabulary: Vocabulary, text_column: str, skip_bad_records: bool
+) -> Iterator[Document]:
+    """The documents of the pass under way from `manifest.position` on, and after the last one of a file an `end`.
+
+    Without targets, all documents in order.
+    """
+    files, position, targets = list(manifest.source_files), manifest.position, manifest.targets
+    estimate, held_out = Estimate(*position.get("estimate", (0,))), manifest.recipe["data.validation_fraction"]
+    last = next(reversed(targets), None)
+    for index in range(position["file"], len(files)):
+        file, resumed = files[index], index == position["file"] and position["document"] > 0
+        target = targets.get(file, 0) if targets and file != last else float("inf")
+        if estimate.tokens >= target:
+            continue
+        skip = position["document"] if resumed else manifest.taken.get(file, {"documents": 0})["documents"]
+        found = corpus.documents(file, index, text_column, skip_bad_records, manifest.seed, skip)
+        if targets and not resumed:
+            found, estimate = _sampled(found, estimate, vocabulary)
+        number = skip
+        for document in found:
+            number = document.number + 1
+            tokens = estimate.tokens + estimate.ratio * len(document.text or "") * (1 - held_out)
+            estimate = estimate._replace(tokens=tokens)
+            yield document._replace(estimate=estimate) if targets else document
+            if tokens >= target:
+                break
+        else:
+            yield Document(None, None, index, number, end=True, estimate=estimate if targets else None)
+
+
+def _sampled(
+    found: Iterator[Document], estimate: Estimate, vocabulary: Vocabulary
+) -> tuple[Iterator[Document], Estimate]:
+    """The documents `found` in a file, and the estimate with the file's tokens per character."""
+    head: list[Document] = []
+    tokens = characters = 0
+    if estimate.sampled <= FREE_SAMPLES + SAMPLED_FRACTION * estimate.tokens:
+        head = list(islice(found, SAMPLE_DOCUMENTS))
+        texts = [document.text[:SAMPLE_TEXT] for document in head if document.text]
+        tokens, characters = sum(map(len, tokenizer.encode(vocabulary, texts))), sum(map(len, texts))
+    sampled, of_all = estimate.sampled + tokens, estimate.characters + characters
+    ratio = tokens / characters if characters else (sampled or 1) / (of_all or 4)
+    return chain(head, found), Estimate(estimate.tokens, ratio, sampled, of_all)
