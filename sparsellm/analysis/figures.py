@@ -142,7 +142,7 @@ def _speedup(axes: Axes, results: Row, _: Activity) -> None:
     nonzeros, times = ([row[key] for row in speed["layers"]] for key in ("nonzeros", "speedup"))
     axes.scatter(nonzeros, times, color=layer_colors(axes, len(times)), zorder=3)
     if (correlation := speed["correlation_with_nonzeros"]) is not None:
-        axes.set_title(f"correlation {correlation:+.2f}")
+        axes.set_title(f"correlation {correlation:+.3f}")
     axes.axhline(1, color=GREY, linewidth=0.8)
     axes.set(xlabel="mean nonzeros per token", ylabel="speed-up over dense PyTorch", xlim=(0, None))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}x"))
