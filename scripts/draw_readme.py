@@ -3,8 +3,8 @@
     python -m scripts.draw_readme
 
 From top to bottom: the speedup of one layer against its nonzeros; the gains of whole models next to the paper's; and a
-whole run (docs/0p5b_150m.jsonl) with its speed compared with SiLU (docs/0p5b_300m.jsonl). scripts/compare_runs.py wrote
-both files.
+whole run (docs/results/0p5b_150m.jsonl) with its speed compared with SiLU (docs/results/0p5b_300m.jsonl).
+scripts/compare_runs.py wrote both files.
 """
 
 import json
@@ -111,8 +111,8 @@ def draw_gains(text: str) -> Figure:
 
 
 def _rows(name: str) -> dict[str, Rows]:
-    """The rows of each run of a file in docs/, by the run's name."""
-    return {run["name"]: run["rows"] for run in map(json.loads, (DOCS / name).read_text().splitlines())}
+    """The rows of each run of a file in docs/results/, by the run's name."""
+    return {run["name"]: run["rows"] for run in map(json.loads, (DOCS / "results" / name).read_text().splitlines())}
 
 
 def _faster(baseline: Rows, ours: Rows) -> float:

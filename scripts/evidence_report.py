@@ -1,7 +1,7 @@
 """Reports on finished runs, such as those of a sweep: figures, and Markdown tables for RESULTS.md.
 
     python -m scripts.evidence_report runs/mini-* --output runs/mini
-    python -m scripts.evidence_report docs/mini.jsonl --output docs/mini
+    python -m scripts.evidence_report docs/results/mini.jsonl --output docs/mini
     python -m scripts.evidence_report docs/results/mini_width.jsonl --widths docs/mini_width.png
 
 Its arguments are run folders, or files with one line of JSON per run: {"name", "config", "rows", "task_rows"}, where

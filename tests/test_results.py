@@ -1,0 +1,311 @@
+"""docs/results/README.md says where every table of numbers comes from; tables that have a file equal it."""
+
+import json
+import math
+import re
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import pytest
+
+from scripts.compare_runs import seconds, seconds_to
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "docs/results"
+DOCUMENTS = [ROOT / "README.md", ROOT / "docs/RESULTS.md", ROOT / "docs/INFERENCE.md"]
+WITH, WITHOUT = "tables-with-a-file", "tables-without-a-file"
+REPEATED, UNMEASURED = "tables-that-repeat-results", "tables-without-measurements-of-ours"
+GIB, NEURONS = 2**30, 5_632
+PROVENANCE = {"machine", "date", "commit", "versions"}  # and the command or commands
+
+# Tables whose numbers are in no file yet. Remove a table here once a benchmark has written its file. Never add one: a
+# new table comes with its file.
+WITHOUT_A_FILE = {
+    "RESULTS.md#training-step-speed-and-memory",
+    "RESULTS.md#training-in-80-gb-the-largest-micro-batch",
+    "RESULTS.md#sharded-training-fsdp2",
+    "RESULTS.md#sharded-training-fsdp2 2",
+    "RESULTS.md#sharded-training-fsdp2 3",
+    "RESULTS.md#training-step-qwen3-8b-and-llama-3-8b-shapes",
+    "RESULTS.md#dense-training-throughput-and-mfu",
+    "RESULTS.md#forward-pass-of-whole-models",
+    "RESULTS.md#text-generation-tokens-per-second",
+    "RESULTS.md#text-generation-tokens-per-second 2",
+    "RESULTS.md#generate-of-transformers",
+    "RESULTS.md#generate-of-transformers 2",
+    "RESULTS.md#small-batches-and-host-overhead",
+    "RESULTS.md#making-a-dense-model-sparse 2",
+    "RESULTS.md#l1-loss-the-first-400-steps",
+    "RESULTS.md#one-layer-forward-pass",
+    "RESULTS.md#one-layer-forward-and-backward",
+    "RESULTS.md#one-layer-decoding",
+    "RESULTS.md#triton-kernels",
+    "RESULTS.md#engine-choice-by-calibration",
+    "RESULTS.md#evaluation-speed-compared-with-lm-eval",
+    "RESULTS.md#evaluation-speed-compared-with-lm-eval 2",
+    "RESULTS.md#benchmark-compared-with-the-scripts",
+}
+# Files from before benchmarks recorded their command, machine, date, commit and versions. Never add one.
+WITHOUT_PROVENANCE = {
+    "0p5b_150m.jsonl", "0p5b_300m.jsonl", "0p5b_300m_benchmark.json", "dense_to_sparse.jsonl", "mini.jsonl",
+    "mini_width.jsonl",
+}  # fmt: skip
+
+
+def tables(path):
+    """{"RESULTS.md#anchor", with " 2" for the second table of a section: the cells of its rows without the header}"""
+    text = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.M | re.S)
+    found, anchor, number = {}, "", 0
+    for heading, block in re.findall(r"^#+ (.*)$|((?:^\|.*\n)+)", text, re.M):
+        if heading:
+            anchor, number = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-"), 0
+            continue
+        number += 1
+        lines = [line.strip("|").split("|") for line in block.splitlines()[2:]]
+        name = f"{path.name}#{anchor}" + (f" {number}" if number > 1 else "")
+        found[name] = [[cell.strip() for cell in line] for line in lines]
+    return found
+
+
+def listed(section):
+    """{table: the second cell of its row} in a section of docs/results/README.md."""
+    found = {}
+    for link, second, *_ in tables(FOLDER / "README.md")[f"README.md#{section}"]:
+        number, target = re.fullmatch(r"\[.*?(?:, table (\d))?\]\((?:\.\./)+(\w+\.md#[\w-]+)\)", link).groups()
+        found[f"{target} {number}" if number else target] = second
+    return found
+
+
+TABLES = {name: rows for path in DOCUMENTS for name, rows in tables(path).items()}
+RESULTS = (ROOT / "docs/RESULTS.md").read_text()
+
+
+def test_every_table_is_in_one_list():
+    names = [name for section in (WITH, WITHOUT, REPEATED, UNMEASURED) for name in listed(section)]
+    assert sorted(names) == sorted(TABLES)
+
+
+def test_fewer_and_fewer_tables_have_no_file():
+    assert set(listed(WITHOUT)) == WITHOUT_A_FILE
+
+
+def test_a_command_in_results_writes_the_file_that_a_table_lacks():
+    for table, cell in listed(WITHOUT).items():
+        for name in re.findall(r"`([^`]+)`", cell):
+            path = re.escape(name.removesuffix("/benchmark.json"))
+            assert re.search(rf"docs/results/{path}\s", RESULTS), f"{table}: no command writes docs/results/{name}"
+            assert not (FOLDER / name).exists(), f"{table}: {name} is there, so compare it with the table"
+
+
+def test_every_file_says_how_it_was_made():
+    files = {path.name for path in FOLDER.rglob("*.json*")}
+    named = {name for cell in listed(WITH).values() for name in re.findall(r"\]\(([\w.]+)\)", cell)}
+    assert files == named, "a file belongs to no table, or a table's file is missing"
+    lacking = set()
+    for name in files:
+        text = (FOLDER / name).read_text()
+        entries = [json.loads(line) for line in text.splitlines()] if name.endswith("l") else [json.loads(text)]
+        made = [set(entry.get("saved_by", entry)) if isinstance(entry, dict) else set() for entry in entries]
+        if not all(keys > PROVENANCE and keys & {"command", "commands"} for keys in made):
+            lacking.add(name)
+    assert lacking == WITHOUT_PROVENANCE
+
+
+class Cells(NamedTuple):
+    """The numbers that a row of a table should have, from left to right, without its first cell. None: not compared."""
+
+    numbers: list | None
+    tolerance: float = 0  # relative, in addition to rounding
+
+
+def numbers(text):
+    """(number, half a unit of its last digit) of each number in a cell; "H100" is none."""
+    found = re.findall(r"(?<![A-Za-z\d.,])[-+]?\d+(?:,\d{3})*(?:\.\d+)?", text)
+    return [(float(each.replace(",", "")), 0.5 * 10 ** -len(each.partition(".")[2])) for each in found]
+
+
+def differences(rows, expected):
+    """A line for each row whose numbers are not the expected ones, rounded."""
+    assert len(rows) == len(expected)
+    found = []
+    for (label, *cells), (values, tolerance) in zip(rows, expected, strict=True):
+        shown = numbers(" | ".join(cells))
+        if values is not None and not (
+            len(shown) == len(values)
+            and all(
+                abs(number - value) <= half * (1 + 1e-6) + tolerance * abs(value)
+                for (number, half), value in zip(shown, values, strict=True)
+            )
+        ):
+            found.append(f"{label}: the table has {[number for number, _ in shown]}, the file {values}")
+    return found
+
+
+def runs_of(name):
+    return {run["name"]: run for run in map(json.loads, (FOLDER / name).read_text().splitlines())}
+
+
+def a_whole_run():
+    torch, ours = (runs_of("0p5b_150m.jsonl")[name]["rows"] for name in ("torch", "kernels"))
+    for first, last in ((5, 50), (100, 200), (200, 400), (400, 1145)):
+        base, fast = (median(row["tokens_per_s"] for row in rows if first <= row["step"] <= last)
+                      for rows in (torch, ours))  # fmt: skip
+        yield Cells([base, fast, fast / base], 0.01)
+    common = max(rows[-1]["val_ce"] for rows in (torch, ours))
+    base, fast = seconds_to(torch, common), seconds_to(ours, common)
+    yield Cells([base, fast, base / fast], 0.01)
+    yield Cells(None)  # the whole command
+    (dense, _), (first, sparse) = ((max(row["peak_memory_bytes"] for row in rows) / GIB,
+                                    rows[-1]["peak_memory_bytes"] / GIB) for rows in (torch, ours))  # fmt: skip
+    yield Cells([dense, first, sparse, first / dense, sparse / dense], 0.01)
+    for value in (lambda row: row["val_ce"], lambda row: row["nnz_mean"], lambda row: sum(row["dead_per_layer"])):
+        yield Cells([value(torch[-1]), value(ours[-1])])
+
+
+def l1_relu_silu():
+    runs = [run["rows"] for run in runs_of("0p5b_300m.jsonl").values()]
+    losses = [{round(row["tokens"] / 1e6): row["val_ce"] for row in rows if row["val_ce"]} for rows in runs]
+    for millions in ((52, 105, 157), (210, 262), (300,)):
+        yield Cells([each[at] for each in losses for at in millions])
+    *relu, silu = [rows[-1] for rows in runs]
+    yield Cells([100 * (row["val_ce"] / silu["val_ce"] - 1) for row in relu])
+    yield Cells([value for row in relu for value in (row["nnz_mean"], 100 * row["nnz_mean"] / NEURONS)])
+    yield Cells([sum(row["dead_per_layer"]) for row in relu])
+    yield Cells([value for rows in runs for value in (rows[-1]["tokens_per_s"] / 1e3, seconds(rows)[-1])], 0.01)
+    common = max(rows[-1]["val_ce"] for rows in runs)
+    yield Cells([seconds_to(rows, common) for rows in runs])
+    (first, sparse), (relu_peak, _), (silu_peak, _) = (
+        (max(row["peak_memory_bytes"] for row in rows) / GIB, rows[-1]["peak_memory_bytes"] / GIB) for rows in runs
+    )
+    yield Cells([first, sparse, relu_peak, silu_peak])
+    yield Cells(None)  # the mean of seven tasks
+
+
+def benchmarks_of_l1_relu_silu():
+    found = json.loads((FOLDER / "0p5b_300m_benchmark.json").read_text())
+    sides = [each["checkpoints"][0]["sides"] for each in found]
+
+    def row(phase, unit):
+        values = []
+        for each in sides:
+            base = each["PyTorch"][phase]
+            if ours := each.get("kernels", {}).get(phase):
+                energy = ours["mj_per_token"] / base["mj_per_token"]
+                values += [ours["tokens_per_s"] / unit, ours["tokens_per_s"] / base["tokens_per_s"], energy]
+            else:
+                values.append(base["tokens_per_s"] / unit)
+        return Cells(values)
+
+    yield row("forward", 1e3)
+    yield row("training", 1)
+    (l1, l1_base), (relu, relu_base), (silu,) = ([side["training"]["peak_bytes"] for side in each.values()]
+                                                 for each in sides)  # fmt: skip
+    yield Cells([l1 / GIB, l1 / l1_base, relu / GIB, relu / relu_base, silu / GIB])
+    yield row("prefill", 1e3)
+    yield row("decode", 1)
+    yield Cells(None)  # the whole command
+
+
+def fourteen_runs():
+    runs = runs_of("mini.jsonl")
+    relu = runs["relu"]["rows"][-1]["val_ce"]
+    for names in (
+        ("silu", "silu_seed_1"), ("relu",), ("l1_1e-5",), ("l1_2e-5",), ("l1_4e-5",), ("l1_8e-5", "l1_8e-5_seed_1"),
+        ("l1_8e-5_redrawn",), ("l1_8e-5_blended",), ("l1_8e-5_warm_up",), ("l1_1.6e-4",), ("l1_3.2e-4",),
+        ("l1_6.4e-4",),
+    ):  # fmt: skip
+        last = [runs[name]["rows"][-1] for name in names]
+        sparse = [row for row in last if row["nnz_mean"] is not None]
+        yield Cells([
+            *(row["val_ce"] for row in last), *(100 * (row["val_ce"] / relu - 1) for row in last if names != ("relu",)),
+            *(row["nnz_mean"] for row in sparse), *(100 * sum(row["dead_per_layer"]) / (8 * 1408) for row in sparse),
+            *(100 * row["evaluation"]["mean"] for row in last), *(runs[name]["seconds"] for name in names),
+        ])  # fmt: skip
+
+
+def dense_to_sparse():
+    runs = runs_of("dense_to_sparse.jsonl")
+    silu = runs["silu"]["rows"][-1]["val_ce"]
+    yield Cells([silu])
+    for name in ("at_once", "at_once_taught", "gradual", "gradual_taught", "taught_3.2e-4", "taught_1.28e-3",
+                 "taught_5.12e-3", "scratch"):  # fmt: skip
+        last = runs[name]["rows"][-1]
+        yield Cells([last["val_ce"], 100 * (last["val_ce"] / silu - 1), last["nnz_mean"]])
+
+
+def widths():
+    runs = json.loads((FOLDER / "mini_width.json").read_text())["runs"]
+    silu = min((run for run in runs if run["activation"] == "silu"), key=lambda run: run["neurons"])
+    for run in sorted(runs, key=lambda run: (run["activation"] == "relu", -run["l1_coefficient"], run["neurons"])):
+        found = [run["neurons"], run["parameters"] / 1e6, run["held_out_ce"]]
+        found += [run["held_out_ce"] - silu["held_out_ce"]] * (run is not silu)
+        if run["activation"] == "relu":
+            found += [run["nonzeros"], 100 * run["zeros"], 100 * run["dead"]]
+        yield Cells([*found, run["ktokens_per_s_of_three_at_once"]])
+
+
+COMPARED = {
+    "RESULTS.md#a-whole-training-run-05b-on-two-h100s": a_whole_run,
+    "RESULTS.md#l1-compared-with-relu-and-silu-300m-tokens": l1_relu_silu,
+    "RESULTS.md#l1-compared-with-relu-and-silu-300m-tokens 2": benchmarks_of_l1_relu_silu,
+    "RESULTS.md#what-sparsity-costs-14-runs-of-a-30m-model": fourteen_runs,
+    "RESULTS.md#making-a-dense-model-sparse": dense_to_sparse,
+    "RESULTS.md#wider-layers-a-first-screen-at-30m": widths,
+}
+
+
+def test_every_table_with_a_file_is_compared():
+    assert set(listed(WITH)) == set(COMPARED)
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_a_table_equals_its_file(name):
+    rows = TABLES[name]
+    if name == "RESULTS.md#making-a-dense-model-sparse":
+        rows = [row[:-1] for row in rows]  # the time per step is not in the file
+    assert differences(rows, list(COMPARED[name]())) == []
+
+
+def test_a_wrong_digit_is_found():
+    rows = [["held out", "2.503, +0.9%", "1,234 (H100)"]]
+    assert differences(rows, [Cells([2.5025, 0.85, 1234.4])]) == []
+    for wrong in ([2.5036, 0.9, 1234], [2.503, 0.96, 1234], [2.503, 0.9, 1235], [2.503, 0.9]):
+        assert differences(rows, [Cells(wrong)]) != []
+    assert differences(rows, [Cells([2.52, 0.9, 1234], 0.01)]) == []
+
+
+def sections(text):
+    """{anchor: the numbers in the tables of a section of RESULTS}"""
+    found = {}
+    for name, rows in tables(ROOT / "docs/RESULTS.md").items():
+        anchor = name.partition("#")[2].partition(" ")[0]
+        found.setdefault(anchor, set()).update(value for row in rows for cell in row for value, _ in numbers(cell))
+    return found[text]
+
+
+def test_the_workloads_of_the_readme_repeat_results():
+    for row in TABLES["README.md#sparsellm"]:
+        *_, gains, _, link = row
+        anchor = re.search(r"RESULTS\.md#([\w-]+)", link)[1]
+        ratios = [float(each) for each in re.findall(r"(\d+\.\d+)x", gains)]
+        assert ratios
+        assert set(ratios) <= sections(anchor) | quotients(anchor), f"{row[0]}: {ratios}, but RESULTS has others"
+
+
+def quotients(anchor):
+    """Gains that a table of RESULTS says in words: SiLU's time to L1's loss, divided by L1's."""
+    if anchor != "l1-compared-with-relu-and-silu-300m-tokens":
+        return set()
+    (times,) = (row for row in TABLES[f"RESULTS.md#{anchor}"] if row[0].startswith("time in steps until"))
+    l1, _, silu = (numbers(cell)[0][0] for cell in times[1:])
+    return {round(silu / l1, 2)}
+
+
+def test_the_speeds_of_the_experiments_in_the_readme_repeat_results():
+    for name, *_, speed in TABLES["README.md#train"]:
+        anchor = "sharded-training-fsdp2" if name == "`7b`" else "training-in-80-gb-the-largest-micro-batch"
+        thousands, ratio = (float(each) for each in re.match(r"(\d+)k, ([\d.]+)x", speed).groups())
+        measured = sections(anchor) if name != "`7b`" else {value / 2 for value in sections(anchor)}  # on two GPUs
+        assert ratio in sections(anchor), name
+        assert any(math.isclose(thousands, value / 1e3, abs_tol=0.5) for value in measured), name
