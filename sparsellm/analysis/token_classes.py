@@ -31,7 +31,7 @@ def classified(blocks: np.ndarray, tokenizer: "PreTrainedTokenizerBase") -> np.n
 
 def piece(tokenizer: "PreTrainedTokenizerBase", token: int) -> str:
     """The text that `token` adds to a text, with its leading space; never empty."""
-    text = tokenizer.decode([token])
+    text = str(tokenizer.decode([token]))
     # SentencePiece marks the space before a word with U+2581, which decoding a single token drops.
     marked = str(tokenizer.convert_ids_to_tokens(token)).startswith("\u2581")
     return text if text[:1].isspace() or (text and not marked) else f" {text}"
