@@ -273,7 +273,8 @@ def _feedforward_backward(
             gradients = kernels.backward(x, w_gate, w_up, w_down, dy, dl1, saved)
         else:
             planes = cuda.planes_of(saved, 1 if w_gate is None else 2, x.shape[0], w_down.shape[1], x.dtype)
-            gradients = reference.backward(x, *_in(x.dtype, w_gate, w_up, w_down), planes, dy, dl1)
+            gate, up, down = _in(x.dtype, w_gate, w_up, w_down)
+            gradients = reference.backward(x, gate, up, down, planes, dy, dl1)
     dtypes = [t.dtype for t in (x, w_gate, w_up, w_down) if t is not None]
     return [gradient.to(dtype).contiguous() for gradient, dtype in zip(gradients, dtypes, strict=True)]
 

@@ -49,7 +49,7 @@ def forward(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> t
     """(y [M, K], l1, nnz, fired, *planes). The planes [M, N], which backward needs in addition to the inputs, are g and
     u, or g alone in a non-gated layer."""
     g = torch.relu(x @ (w_up if w_gate is None else w_gate).T)
-    planes = (g,) if w_gate is None else (g, x @ w_up.T)
+    planes = [g] if w_gate is None else [g, x @ w_up.T]
     h = g if w_gate is None else g * planes[1]
     return (h @ w_down.T, *statistics(h, g != 0), *planes)
 
