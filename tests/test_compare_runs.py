@@ -100,6 +100,7 @@ def test_the_command_writes_a_table_and_a_picture(tmp_path, monkeypatch, capsys)
     ]  # fmt: skip
     assert matplotlib.rcParams["axes.grid"] is False  # the style does not leak out of the figure
     first, second = map(json.loads, lines.read_text().splitlines())
+    assert list(first["saved_by"]) == ["command", "machine", "date", "commit", "versions"]
     assert (first["name"], second["config"]["run"]["name"]) == ("a", "b")
     assert [row["tokens_per_s"] for row in first["rows"]] == [50.0] * 4 + [100.0] * 4
     assert second["rows"][-1]["plan_per_layer"] == ["torch"] * 2

@@ -116,6 +116,7 @@ def test_a_runs_folder_becomes_a_line_and_a_report(run, rows, tmp_path, capsys):
     told = capsys.readouterr().out
     (line,) = evidence_report.lines_of(tmp_path / "lines.jsonl")
     assert (line["name"], line["task_rows"]) == ("tiny", dict.fromkeys(TASKS, 6))
+    assert list(line["saved_by"]) == ["command", "machine", "date", "commit", "versions"]
     assert line["config"] == definition(load(run / "config.yaml"))
     assert [row["step"] for row in line["rows"]] == [row["step"] for row in read(run / METRICS)]
     assert 0 < evidence_report.Run(line).nonzeros < 48

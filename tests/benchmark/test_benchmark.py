@@ -71,6 +71,7 @@ def test_a_run_is_measured_on_its_held_out_text_without_a_gpu(run, capsys):
     assert "no energy: not measured on a CPU" in shown
     assert str(folder / report.BENCHMARK_JSON) in shown
     assert {path.name for path in folder.iterdir()} == {"benchmark.json", "benchmark.md", "benchmark.png"}
+    assert {"command", "machine", "date", "commit", "versions"} < measured(folder).keys()
     (row,) = measured(folder)["checkpoints"]
     assert (row["name"], row["sequences"], row["sequence_length"]) == ("tiny, step 4", 4, 32)
     assert list(row["sides"]) == ["PyTorch"]
