@@ -1,14 +1,17 @@
 """Pretraining of language models whose feedforward activations are almost all exactly zero (arXiv 2603.23198).
 
 `sparsellm.accelerate(model)` runs a loaded model's feedforward blocks on the sparse kernels; `sparsellm.restore(model)`
-undoes it. `sparsellm.Generator.load(folder)` writes text with a checkpoint.
+undoes it. `sparsellm.Generator.load(folder)` writes text with a checkpoint. `sparsellm.SparsellmError` is the base of
+this package's errors.
 """
 
 import importlib
 from importlib import metadata
 from typing import Any
 
-__all__ = ["Generator", "__version__", "accelerate", "restore"]
+from sparsellm.system.errors import SparsellmError
+
+__all__ = ["Generator", "SparsellmError", "__version__", "accelerate", "restore"]
 __version__: str  # of the installed package, read when it is asked for
 
 
@@ -17,6 +20,6 @@ def __getattr__(name: str) -> Any:
         return metadata.version("sparsellm")
     if name not in __all__:
         raise AttributeError(f"module 'sparsellm' has no attribute {name!r}")
-    room = "generation" if name == "Generator" else "accelerate"
-    module = importlib.import_module(f"sparsellm.inference.{room}")  # here: `import sparsellm` loads no torch
+    file = "generation" if name == "Generator" else "accelerate"
+    module = importlib.import_module(f"sparsellm.inference.{file}")  # here, so that `import sparsellm` loads no torch
     return getattr(module, name)
