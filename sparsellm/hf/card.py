@@ -58,15 +58,18 @@ _TEXT = """\
 
 ## Licence
 
-{licence}: of the weights, of the data, of the tokenizer. `sparsellm push license=NAME` writes that of the weights into
-the card that it sends. For the rest, edit a copy of this folder: the checkpoint that it comes from has checksums of its
-files.
+{licence}: the licences of the weights, the data and the tokenizer. `sparsellm push license=NAME` writes the licence of
+the weights into the card that it uploads. For the other two, edit a copy of this folder: the checkpoint has checksums
+of the files in this folder.
 """
 
 
 def text(config: Config, step: int, rows: list[dict[str, Any]], prepared: int | None = None) -> str:
-    """The card of the run's checkpoint at `step`. `rows`: of metrics.jsonl, or as MetricsFile.telling selects them;
-    rows after `step` are ignored. `prepared`: see `commands_of`."""
+    """The card of the run's checkpoint at `step`.
+
+    `rows`: all rows of metrics.jsonl, or MetricsFile.telling; rows after `step` are ignored. `prepared`: see
+    `commands_of`.
+    """
     rows = [row for row in rows if row["step"] <= step]
     relu = config.sparsity.activation == Activation.relu
     kind = f"A language model whose feedforward layers are {'sparse (ReLU)' if relu else 'dense (SiLU)'},"
@@ -117,7 +120,7 @@ def licensed(card: str, name: str) -> str:
     if parsed.data.license is None:
         parsed.data.license = name
         card = parsed.content
-    said = f"{name}, of the weights. Data and tokenizer have licences of their own."
+    said = f"{name}, for the weights. Data and tokenizer have licences of their own."
     return re.sub(rf"^{LICENCE}: .*?(?=\n\n|\n?\Z)", lambda _: said, card, flags=re.DOTALL | re.MULTILINE)
 
 
@@ -131,14 +134,13 @@ def _parsed(card: str) -> Any:  # a ModelCard, whose data has the fields that th
 def commands_of(config: Config, prepared: int | None = None) -> list[str]:
     """The commands that prepare the data (if it has one source) and train the same model.
 
-    `prepared`: the number of prepared training tokens that the run found. It may exceed what the run asks for, and it
-    decides the order in which tokens are read. FOLDER stands for the folders of this machine and must be replaced.
+    `prepared`: the number of prepared training tokens that the run found. The number decides the order in which tokens
+    are read, even if the run asks for fewer. The reader must replace FOLDER, which stands for folders of this machine.
     """
     default, typed = definition(from_overrides([])), dict[str, Any]()
     for key, value in definition(config).items():
-        if config.init_from is not None and key.startswith("model."):
-            continue  # they come from there
-        if value != default[key] or key == WARMUP:
+        from_init = config.init_from is not None and key.startswith("model.")
+        if not from_init and (value != default[key] or key == WARMUP):
             typed[key] = value
     commands = [("train", typed)]
     if not (config.data.streaming or config.data.mix):
@@ -184,13 +186,8 @@ def _argument(text: str) -> str:
     """`text` quoted for a shell, on one line, because a newline would end the card's code block."""
     if text.isprintable():
         return shlex.quote(text)
-    return "$'" + "".join(_ansi(character) for character in text) + "'"
-
-
-def _ansi(character: str) -> str:
-    if character in "\\'":
-        return f"\\{character}"
-    return character if character.isprintable() else f"\\U{ord(character):08x}"
+    escaped = re.sub(r"[\\']", r"\\\g<0>", text)
+    return "$'" + "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in escaped) + "'"
 
 
 def _escaped(name: str) -> str:
@@ -241,10 +238,10 @@ def _facts(
 def _origin_facts(
     init_from: str | None, sparsity: SparsityConfig, distill: DistillConfig, tokens: int
 ) -> list[tuple[str, str]]:
-    """The models that these weights come from, and how far their gate has become another one at `tokens`."""
+    """The models that these weights come from, and how far the gate has changed from SiLU to ReLU at `tokens`."""
     found = []
     if init_from is not None:
-        found.append(("initial weights", f"{_escaped(_spelled(init_from))}, whose licence counts too"))
+        found.append(("initial weights", f"{_escaped(_spelled(init_from))}, whose licence applies too"))
     if sparsity.relu_tokens:
         gate = f"from SiLU to ReLU over {sparsity.relu_tokens:,} tokens"
         if (share := relu_share(tokens, sparsity)) < 1:

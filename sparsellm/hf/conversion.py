@@ -3,7 +3,7 @@
 Gated models (hidden_act relu or silu) are stock Qwen3 if they have qk_norm, stock Qwen2 if they have biases, otherwise
 stock Llama, or Mistral if num_heads does not divide hidden_size, which Llama's configuration refuses. Non-gated models
 are stock Arcee with hidden_act relu, which is Llama with down(relu(up(x))). Our parameter names are theirs without the
-leading "model.". Models are read from any of these classes and written to the one that this rule gives.
+leading "model.". Models of any of these classes can be read; the rule above decides which class is written.
 """
 
 import shutil
@@ -64,8 +64,11 @@ def export(
     begin_of_text_id: int | None = None,
     other_ends: Sequence[int] = (),
 ) -> None:
-    """Write config.json, generation_config.json, the weights (given by our names) in `dtype`, and the tokenizer.
-    begin_of_text_id: of what begins a text; None: what ends the one before. other_ends: ids that end a text, too."""
+    """Write config.json, generation_config.json, the tokenizer, and `weights` (by our names) in `dtype`.
+
+    `begin_of_text_id`: None means `end_of_text_id`, the token that ends the previous text. `other_ends`: further ids
+    that end a text.
+    """
     from transformers import GenerationConfig
 
     shutil.copytree(tokenizer_folder, folder, dirs_exist_ok=True)
@@ -83,8 +86,8 @@ def export(
 
 
 def view(weights: dict[str, Tensor], config: ModelConfig, activation: Activation, end_of_text_id: int) -> Any:
-    """The Hugging Face model that `export` would write, in memory, for inference. It shares the memory of `weights`,
-    which are float32, so it follows them as they are trained."""
+    """The Hugging Face model that `export` would write, in memory, for inference. The model shares the memory of the
+    float32 `weights`, so it always has their current values while they are trained."""
     from transformers import AutoModelForCausalLM
 
     hub_config = stock_config(config, activation, end_of_text_id, torch.float32)
@@ -94,10 +97,8 @@ def view(weights: dict[str, Tensor], config: ModelConfig, activation: Activation
     theirs = {HEAD: embedding} | {their_name(name): weight for name, weight in weights.items()}
     model.load_state_dict(theirs, assign=True)
     model.tie_weights()
-    rotary = type(model.model.rotary_emb)(
-        hub_config
-    )  # not in the state_dict, so built here, on the CPU as in transformers
-    model.model.rotary_emb = rotary.to(embedding.device)
+    # Rotary frequencies are not in the state_dict; built on the CPU, like in transformers, they have the same bits.
+    model.model.rotary_emb = type(model.model.rotary_emb)(hub_config).to(embedding.device)
     return model.requires_grad_(False).eval()
 
 
@@ -117,7 +118,7 @@ def config_of(hub: Any, path: str | Path) -> ModelConfig:
         raise ValueError(f"{path} {CANNOT}: {'; '.join(problems)}")
     rope, heads, head_dim = hub.rope_parameters, hub.num_attention_heads, getattr(hub, "head_dim", None)
     values = {ours: getattr(hub, theirs) for ours, theirs in FIELDS.items()} | {
-        # null if it equals what null means, so that equal models have equal configurations
+        # null where a value equals the meaning of null, so that equal models have equal configurations
         "num_key_value_heads": None if hub.num_key_value_heads == heads else hub.num_key_value_heads,
         "head_dim": None if head_dim == hub.hidden_size // heads else head_dim,
         "attention_bias": hub.model_type == "qwen2",
@@ -196,9 +197,9 @@ def _differences(hub: Any) -> list[str]:
     require("hidden_act", getattr(hub, "hidden_act", None), "relu", *(() if hub.model_type == "arcee" else ("silu",)))
     for key, neutral in ABSENT.items():
         if key == "attention_bias" and hub.model_type == "qwen2":
-            continue  # it has biases on q, k and v, and none on o_proj, whatever this key says
-        if (value := getattr(hub, key, None)) is not None and value not in neutral:
-            found.append(f"{key} is {value!r}: it should be {' or '.join(map(repr, neutral or ('absent',)))}")
+            continue  # Qwen2 has biases on q, k and v, and none on o_proj, whatever this key says
+        if (value := getattr(hub, key, None)) is not None:
+            require(key, value, *(neutral or ("absent",)))
     window, kinds = getattr(hub, "sliding_window", None), getattr(hub, "layer_types", None)
     if kinds is None and window is not None and window < getattr(hub, "max_position_embeddings", 0):
         found.append(f"sliding_window is {window!r}: it should be null, or at least max_position_embeddings")

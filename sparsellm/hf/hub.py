@@ -1,7 +1,7 @@
 """The Hugging Face hub, for a machine that may have no network.
 
-The hub's libraries retry for half a minute per file before they give up. So the hub is asked once beforehand; if it
-does not answer, the libraries run offline, with the copies in their cache.
+The hub's libraries retry for half a minute per file before they give up. So the hub is asked once beforehand; if the
+hub does not answer, the libraries run offline, with the copies in their cache.
 """
 
 import os
@@ -18,7 +18,7 @@ PATIENCE = (2, 5, 10, 30, 60, 120, 240)  # seconds between attempts while the hu
 
 
 def answers(what: str) -> bool:
-    """Whether the hub answers. The main rank first logs that it looks for `what` there, and then logs a failure."""
+    """Whether the hub answers. The main rank prints that it looks for `what` there, and then whether that failed."""
     if is_main_rank():
         warn(f"looking for {what} on the hub")
     if (reason := obstacle()) is not None and is_main_rank():

@@ -1,8 +1,12 @@
 """Reads a Hugging Face model from a folder or the hub, completely, and without running code from the checkpoint.
 
 transformers fills missing tensors with random numbers and offers to run code from the checkpoint. Here every tensor
-must exist, have its shape and be finite, and only data (JSON and safetensors) is read. A published sparse checkpoint
-becomes a stock model in memory (published.py). No other file calls transformers' `from_pretrained`.
+must exist, have the shape that config.json gives and be finite, and only data (JSON and safetensors) is read. A
+published sparse checkpoint becomes a stock model in memory (published.py). No other file calls transformers'
+`from_pretrained`.
+
+A path is a folder or a hub name. All functions that take a path raise BrokenModel for files that cannot be used, and
+OSError if the hub cannot be read.
 """
 
 import json
@@ -38,7 +42,7 @@ ALSO_REQUIRED: dict[str, tuple[str, ...]] = {
     "llama": (), "arcee": (), "mistral": ("num_key_value_heads",), "qwen2": ("num_key_value_heads",),
     "qwen3": ("num_key_value_heads", "head_dim"),
 }  # fmt: skip
-# Llama 1 and 2 predate the key: without it, their rotary embedding has this base.
+# config.json of Llama 1 and 2 has no rope_theta: the rotary embedding has this base.
 OLDEST_THETA = {"llama": 10_000.0, published.MODEL_TYPE: 10_000.0}
 # Bounds of the numbers in config.json, with room above every existing model.
 WHOLE = {
@@ -71,11 +75,7 @@ class BrokenModel(SparsellmError, ValueError):
 
 
 def read_config(path: str | Path) -> Any:
-    """The model's configuration; for a published sparse checkpoint (published.py), the configuration of its stock
-    model.
-
-    Raises BrokenModel, and OSError if the hub cannot be read.
-    """
+    """The model's configuration; that of the stock model for a published sparse checkpoint (published.py)."""
     from transformers import AutoConfig
 
     local = Path(path).is_dir()
@@ -86,10 +86,10 @@ def read_config(path: str | Path) -> Any:
                 raise BrokenModel(
                     f"{path} holds {file.name}, {what}: its weights should be {WEIGHTS}; remove {file.name}"
                 )
-    if local and not Path(path, "config.json").is_file():
-        raise BrokenModel(f"{path} holds no config.json: give a Hugging Face folder, such as hf/ in a checkpoint")
+        if not Path(path, "config.json").is_file():
+            raise BrokenModel(f"{path} holds no config.json: give a Hugging Face folder, such as hf/ in a checkpoint")
     given = _config_json(path)
-    if wrong := _wrong_numbers(given):  # before transformers uses them, for example to build a list of all layers
+    if wrong := _wrong_numbers(given):  # transformers would, for example, build a list of all layers
         raise BrokenModel(f"config.json of {path} has {'; '.join(wrong)}; {REMEDY}")
 
     def described() -> Any:
@@ -155,18 +155,14 @@ def read_tokenizer(path: str | Path, vocab_size: int) -> Any:
     local = Path(path).is_dir()
     if local:
         _reading(path, "the folder", lambda: require_files(Path(path)))
-    what = (
-        "the tokenizer" if not local or Path(path, "tokenizer.json").is_file() else "the tokenizer (no tokenizer.json)"
-    )
+    lacks_file = local and not Path(path, "tokenizer.json").is_file()
+    what = "the tokenizer (no tokenizer.json)" if lacks_file else "the tokenizer"
     if (file := _file_of(path, "tokenizer.json")) is not None:
         _reading(path, "tokenizer.json", lambda: tokenizer_file.check(file))
     # transformers also uses the model type to choose the tokenizer's class.
     config = read_config(path) if is_foreign(path) else None
-    tokenizer = _reading(
-        path,
-        what,
-        lambda: AutoTokenizer.from_pretrained(path, config=config, trust_remote_code=False, local_files_only=local),
-    )
+    options = {"config": config, "trust_remote_code": False, "local_files_only": local}
+    tokenizer = _reading(path, what, lambda: AutoTokenizer.from_pretrained(path, **options))
     words = _reading(path, what, lambda: tokenizer.get_vocab() if tokenizer("why water").input_ids else {})
     if not words:
         raise BrokenModel(
@@ -191,18 +187,14 @@ def _say_once(text: str) -> None:
 
 
 def stop_tokens(path: str | Path, tokenizer: Any = None) -> set[int]:
-    """The ids that end a text or a chat turn: every eos_token of config.json, generation_config.json and, if given,
-    `tokenizer`. Raises BrokenModel, and OSError if the hub cannot be read."""
+    """Ids that end a text or a chat turn: every eos_token of config.json, generation_config.json and `tokenizer`."""
 
     def named() -> set[int]:
         file = _file_of(path, "generation_config.json")
         own = {} if file is None else json.loads(file.read_text("utf-8"))
         found: set[int] = set()
-        for given in (
-            getattr(tokenizer, "eos_token_id", None),
-            _config_json(path).get("eos_token_id"),
-            own.get("eos_token_id"),
-        ):
+        of_tokenizer = getattr(tokenizer, "eos_token_id", None)
+        for given in (of_tokenizer, _config_json(path).get("eos_token_id"), own.get("eos_token_id")):
             found.update([] if given is None else given if isinstance(given, list) else [given])
         if wrong := [token for token in found if not isinstance(token, int)]:
             raise ValueError(f"eos_token_id has {wrong[0]!r}: it should be a token id or a list of token ids")
@@ -232,35 +224,33 @@ def read_model(path: str | Path, dtype: torch.dtype | str = "auto") -> Any:
     logging.set_verbosity_error()  # _refuse reports what transformers would print as a table
     if local:
         logging.disable_progress_bar()  # reading a local folder takes seconds
+    options = {
+        **source, "dtype": dtype, "trust_remote_code": False, "local_files_only": local, "use_safetensors": True,
+        "ignore_mismatched_sizes": True, "output_loading_info": True,
+    }  # fmt: skip
     try:
-        read: Any = _reading(
-            path,
-            "the model",
-            lambda: kind.from_pretrained(
-                **source, dtype=dtype, trust_remote_code=False, local_files_only=local, use_safetensors=True,
-                ignore_mismatched_sizes=True, output_loading_info=True,
-            ),
-        )  # fmt: skip
+        model, found = _reading(path, "the model", lambda: kind.from_pretrained(**options))
     finally:
         logging.set_verbosity(before)
         if bars:
             logging.enable_progress_bar()
-    model, found = read  # for output_loading_info
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    tied = getattr(config.get_text_config(), "tie_word_embeddings", False) and None not in (head, embedding)
     wrong = {
         "missing": found["missing_keys"],
         "unexpected (no such layer in config.json)": found["unexpected_keys"],
         SHAPES: [name for name, *_ in found["mismatched_keys"]],
         "unreadable": found.get("error_msgs", ()),
         "not finite": not_finite(model.state_dict()),
-        "not equal to the embedding, contrary to config.json (tie_word_embeddings)": _untied(model, config),
-    }
+        "not equal to the embedding, contrary to config.json (tie_word_embeddings)":
+            ["lm_head.weight"] if tied and head.weight is not embedding.weight else [],
+    }  # fmt: skip
     _refuse(path, wrong)
     return model
 
 
 def stored_dtype(path: str | Path) -> torch.dtype:
-    """The dtype in which transformers loads the model unless told otherwise: that of config.json, or else of its first
-    tensor. Raises BrokenModel, and OSError if the hub cannot be read."""
+    """The dtype in which transformers loads the model by default: that of config.json, or else of the first tensor."""
     from safetensors import safe_open
 
     if isinstance(named := read_config(path).get_text_config().dtype, torch.dtype):
@@ -271,17 +261,14 @@ def stored_dtype(path: str | Path) -> torch.dtype:
 
 
 def commit(name: str) -> str:
-    """The hub commit from which the model `name` is read. Raises OSError if the hub cannot be read."""
+    """The hub commit from which the model `name` is read."""
     from huggingface_hub import hf_hub_download
 
     return Path(hf_hub_download(name, "config.json")).parent.name
 
 
 def data_folder(path: str | Path) -> Path:
-    """The folder of the model's files: `path`, or for a hub name the local snapshot, without code.
-
-    Raises OSError if the hub cannot be read.
-    """
+    """The folder of the model's files: `path`, or for a hub name the local snapshot, without code."""
     from huggingface_hub import snapshot_download
 
     if Path(path).is_dir():
@@ -290,7 +277,7 @@ def data_folder(path: str | Path) -> Path:
 
 
 def _file_of(path: str | Path, name: str) -> Path | None:
-    """None if the file does not exist or the hub cannot be asked, as in transformers."""
+    """The path of the file `name`; None if it does not exist or the hub does not answer, as in transformers."""
     from transformers.utils import cached_file
 
     file = cached_file(
@@ -301,32 +288,27 @@ def _file_of(path: str | Path, name: str) -> Path | None:
 
 
 def _config_json(path: str | Path) -> dict[str, Any]:
-    """The content of config.json. Raises BrokenModel, and OSError if the hub cannot be read."""
+    """The content of config.json."""
     from transformers import PreTrainedConfig
 
     local = Path(path).is_dir()
-    return _reading(
-        path, "config.json", lambda: dict(PreTrainedConfig.get_config_dict(path, local_files_only=local)[0])
-    )
+    read = partial(PreTrainedConfig.get_config_dict, path, local_files_only=local)
+    return _reading(path, "config.json", lambda: dict(read()[0]))
 
 
 def is_foreign(path: str | Path) -> bool:
-    """Whether it is a published sparse checkpoint (published.py), which transformers alone cannot load."""
+    """Whether `path` is a published sparse checkpoint (published.py), which transformers alone cannot load."""
     return _config_json(path).get("model_type") == published.MODEL_TYPE
 
 
 def _tensors(folder: Path, files: list[str]) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
-    held: dict[str, torch.Tensor] = {}
-    for file in files:
-        held |= _reading(folder, file, partial(load_file, folder / file))
-    return held
+    return {k: v for file in files for k, v in _reading(folder, file, partial(load_file, folder / file)).items()}
 
 
 def _reading(path: str | Path, what: str, work: Callable[[], T]) -> T:
-    """The result of `work`. An exception that a library raises for damaged files becomes a BrokenModel that names
-    them."""
+    """The result of `work`. An exception that a library raises for damaged files becomes a BrokenModel for `path`."""
     try:
         return work()
     except (BrokenModel, MemoryError):
@@ -339,16 +321,15 @@ def _reading(path: str | Path, what: str, work: Callable[[], T]) -> T:
         reason = " ".join(str(error).split())
         if "trust_remote_code" in reason or "custom code" in reason:
             reason = "transformers has no such model, and code from a checkpoint (auto_map) is never run"
-        text = f"{what} of {path} cannot be read: {type(error).__name__}: {reason:.500}; {REMEDY}"
-        raise BrokenModel(text) from error
+        raise BrokenModel(
+            f"{what} of {path} cannot be read: {type(error).__name__}: {reason:.500}; {REMEDY}"
+        ) from error
 
 
 def verify_files(folder: Path, config: Any) -> list[str]:
-    """Check by their headers that the safetensors of a folder are complete, and return their names.
+    """Check the headers of a folder's safetensors: the files must be complete. Returns their names; raises BrokenModel.
 
-    Raises BrokenModel.
-
-    This runs before transformers builds the model, because transformers would allocate missing tensors of any size that
+    Call this before transformers builds the model: transformers would allocate a missing tensor of any size that
     config.json states.
     """
     from safetensors import safe_open
@@ -373,9 +354,7 @@ def verify_files(folder: Path, config: Any) -> list[str]:
                 return {tensor: file.get_slice(tensor) for tensor in file.keys()}  # noqa: SIM118
 
         found = _reading(folder, name, read)
-        integers = [
-            tensor for tensor, of in found.items() if "F" not in of.get_dtype() and not published.is_counter(tensor)
-        ]
+        integers = [n for n, of in found.items() if "F" not in of.get_dtype() and not published.is_counter(n)]
         integers = [] if quantized else integers
         elsewhere = [] if expected is None else [tensor for tensor in found if expected.get(tensor) != name]
         _refuse(folder / name, {"with integer values": integers, f"not where {INDEX} says": elsewhere})
@@ -399,27 +378,19 @@ def verify_files(folder: Path, config: Any) -> list[str]:
             f"config.json of {folder} describes {described:,} parameters, but the files have only {size:,} bytes: they"
             f" should come from one checkpoint; {REMEDY}"
         )
-    if (
-        config.model_type in ALSO_REQUIRED and not quantized
-    ):  # for other types transformers may rename and merge tensors
+    if config.model_type in ALSO_REQUIRED and not quantized:  # transformers may rename or merge tensors of other types
         if is_foreign(folder):
             held, wrong = published.stock_tensors(held, config)
             _refuse(folder, wrong)
-        _refuse(folder, _misfits(held, model))
+        # Names in files may lack the model prefix.
+        prefix, tied = f"{model.base_model_prefix}.", model.all_tied_weights_keys
+        shapes = {name.removeprefix(prefix): tensor.shape for name, tensor in held.items()}
+        wanted = [(name, name.removeprefix(prefix), tensor.shape) for name, tensor in model.state_dict().items()]
+        missing = [name for name, key, _ in wanted if key not in shapes and name not in tied]
+        _refuse(
+            folder, {"missing": missing, SHAPES: [n for n, key, shape in wanted if shapes.get(key, shape) != shape]}
+        )
     return files
-
-
-def _misfits(held: dict[str, torch.Tensor], model: Any) -> dict[str, list[str]]:
-    """{what is wrong: tensor names}, by comparing the files' shapes with `model`'s. Names in files may lack the model
-    prefix."""
-    prefix = f"{model.base_model_prefix}."
-    shapes = {name.removeprefix(prefix): tensor.shape for name, tensor in held.items()}
-    wanted = {name.removeprefix(prefix): (name, tensor.shape) for name, tensor in model.state_dict().items()}
-    tied = set(model.all_tied_weights_keys)
-    return {
-        "missing": [name for key, (name, _) in wanted.items() if key not in shapes and name not in tied],
-        SHAPES: [name for key, (name, shape) in wanted.items() if shapes.get(key, shape) != shape],
-    }
 
 
 def not_finite(tensors: dict[str, torch.Tensor]) -> list[str]:
@@ -429,19 +400,10 @@ def not_finite(tensors: dict[str, torch.Tensor]) -> list[str]:
         if not tensor.is_floating_point() or not tensor.numel():
             return True
         values = tensor.float() if tensor.element_size() == 1 else tensor  # float8 has no comparisons
-        # If any value is NaN, so are minimum and maximum. One pass, no copy: 50 times as fast as
-        # isfinite(values).all().
+        # One pass without a copy, 50 times as fast as isfinite(values).all(): if a value is NaN, so is the minimum.
         return bool(torch.isfinite(torch.stack(values.aminmax())).all())
 
     return [name for name, tensor in tensors.items() if not finite(tensor)]
-
-
-def _untied(model: Any, config: Any) -> list[str]:
-    """["lm_head.weight"] if config.json ties the output matrix to the embedding but the files hold a different one."""
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if not getattr(config.get_text_config(), "tie_word_embeddings", False) or head is None or embedding is None:
-        return []
-    return ["lm_head.weight"] if head.weight is not embedding.weight else []
 
 
 def _refuse(path: str | Path, wrong: dict[str, Any]) -> None:

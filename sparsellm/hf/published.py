@@ -1,9 +1,9 @@
 """The published sparse checkpoints (`model_type: llama_sparse_relu`) as stock Llama or Arcee models.
 
-The configuration is Llama's plus keys `sparsity_*`. Its hidden_act says silu, but the model computes ReLU: it is a
-stock Llama with hidden_act relu if `sparsity_gated_mlp` is true, otherwise a stock Arcee. Tensors have Llama's names,
+The configuration is Llama's plus keys `sparsity_*`. Its hidden_act says silu, but the model computes ReLU: the model is
+a stock Llama with hidden_act relu if `sparsity_gated_mlp` is true, otherwise a stock Arcee. Tensors have Llama's names,
 except for counters (`tracker.*`, `metrics_accumulator.*`), which do not affect the logits, and the feedforward weights,
-which have two spellings (K model width, N neurons; nn.Linear wants [N, K] for gate and up, [K, N] for down):
+whose names have two spellings (K model width, N neurons; nn.Linear needs [N, K] for gate and up, [K, N] for down):
 
     gate_proj.weight, up_proj.weight [N, K]          gate_weight [K, N]
     down_proj.weight [K, N] or [N, K]                up_weight   [N, K] if gated, otherwise [K, N]

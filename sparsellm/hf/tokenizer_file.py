@@ -1,13 +1,14 @@
 """Loads tokenizers from other sources: tries them in a separate process and adapts them to training and prompts.
 
-A damaged tokenizer.json may exhaust memory, hang, or kill its process: the library does not validate it, and some of
-its errors are Rust panics. So it is first tried in a separate process, which runs this file.
+A damaged tokenizer.json may exhaust memory, hang, or kill the process that loads it: the tokenizers library does not
+validate the file, and some of the library's errors are Rust panics. So the file is first tried in a separate process,
+which runs this module.
 
 Training and prompts need that:
 
 - The same text always gives the same tokens: BPE dropout and Unigram sampling are switched off.
-- A prompt ends in its own text, because generation continues it: tokens that a post-processor appends, such as
-  RoBERTa's </s>, are removed. Tokens that it prepends stay.
+- A prompt ends in its own text, because generation continues the text: tokens that a post-processor appends, such as
+  RoBERTa's </s>, are removed. Tokens that a post-processor prepends stay.
 - A text keeps all its tokens: truncation and padding are switched off.
 """
 
@@ -34,7 +35,7 @@ _EMPTY = {"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab"
 
 
 class BrokenTokenizer(SparsellmError, ValueError):
-    """A tokenizer.json cannot be used. The message says why, and does not name it."""
+    """A tokenizer.json cannot be used. The message says why, but does not name the file."""
 
 
 def plain() -> Tokenizer:
@@ -80,7 +81,7 @@ def _obstacle(path: Path, *_state: int) -> str | None:
     if not isinstance(content, dict):
         return f"it holds a JSON {type(content).__name__}: it should hold an object"
     if _form(content) == _form(json.loads(plain().to_str())):
-        return None  # only its vocabulary differs, for which the library raises exceptions
+        return None  # only the vocabulary differs, and for a wrong vocabulary the library raises exceptions
     tried = [sys.executable, "-P", __file__, str(path), str(SECONDS), str(MEMORY)]
     pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     try:
@@ -142,7 +143,7 @@ def settle(tokenizer: Tokenizer) -> list[str]:
 
 
 def settle_file(path: Path) -> None:
-    """`settle` the tokenizer.json `path` in place, for tokens prepared before 0.1.0."""
+    """`settle` the tokenizer.json `path` in place. Tokens prepared before 0.1.0 have tokenizers that need it."""
     content = json.loads(path.read_text(encoding="utf-8"))
     post = content.get("post_processor")
     if content["model"].get("dropout") or (post is not None and _open(post) != post):
@@ -158,7 +159,10 @@ def _open(post: dict[str, Any]) -> dict[str, Any]:
         return post | {"processors": [_open(each) for each in post["processors"]]}
     if kind in ("RobertaProcessing", "BertProcessing"):
         post = _template(post)
-    return post | {form: _without_end(post[form]) for form in ("single", "pair") if form in post}
+    for form in {"single", "pair"} & post.keys():
+        ends = [i + 1 for i, piece in enumerate(post[form]) if "Sequence" in piece]
+        post = post | {form: post[form][: max(ends, default=None)]}
+    return post
 
 
 def _template(post: dict[str, Any]) -> dict[str, Any]:
@@ -173,11 +177,6 @@ def _template(post: dict[str, Any]) -> dict[str, Any]:
         "pair": [first, a, *middle, b, between],
         "special_tokens": tokens,
     }
-
-
-def _without_end(form: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    size = max((i + 1 for i, piece in enumerate(form) if "Sequence" in piece), default=len(form))
-    return form[:size]
 
 
 if __name__ == "__main__":

@@ -122,7 +122,7 @@ def test_it_names_the_models_that_its_weights_come_from():
     given = ["init_from=/home/me/base", "distill.teacher=owner/name", "distill.weight=0.5", "sparsity.relu_tokens=700"]
     text = card.text(small_config(*given), 6, [row(6)])
     for line in (
-        "| initial weights | FOLDER/base, whose licence counts too |", "| gate | from SiLU to ReLU over 700 tokens |",
+        "| initial weights | FOLDER/base, whose licence applies too |", "| gate | from SiLU to ReLU over 700 tokens |",
         "| teacher | owner/name, weight 0.5 |",
     ):  # fmt: skip
         assert line in text
@@ -140,14 +140,14 @@ def test_a_licence_goes_into_the_head_and_in_place_of_what_the_text_leaves_open(
     filled = card.licensed(text, "mit")
     assert card.licence(filled) == "mit"
     assert "FILL IN" not in filled
-    assert filled.endswith("## Licence\n\nmit, of the weights. Data and tokenizer have licences of their own.\n")
+    assert filled.endswith("## Licence\n\nmit, for the weights. Data and tokenizer have licences of their own.\n")
     body, before = filled.split("---\n", 2)[2], text.split("---\n", 2)[2]
     assert body.split("## Licence")[0] == before.split("## Licence")[0]
     _, head, _ = text.split("---\n", 2)
     assert yaml.safe_load(filled.split("---\n", 2)[1]) == {**yaml.safe_load(head), "license": "mit"}
-    more = filled.replace("mit, of", "FILL IN: one\nof") + "\n## More\n"
+    more = filled.replace("mit, for", "FILL IN: one\nfor") + "\n## More\n"
     assert card.licensed(more, "mit") == filled + "\n## More\n"
-    assert r"a\1, of the weights." in card.licensed(text, r"a\1")
+    assert r"a\1, for the weights." in card.licensed(text, r"a\1")
     own = "---\nlicense: other  # ours\n---\n# Mine\n"
     assert card.licensed(own, "other") == own
     with pytest.raises(ValueError, match="its YAML header cannot be read as a model card's"):
@@ -159,7 +159,7 @@ def test_names_of_a_card_are_one_cell_of_text_each():
     text = card.text(small_config("data=files", f"data.name={quoted(hostile)}", f"init_from={quoted(hostile)}"), 6, [])
     cell = r"a\|b &lt;img src=x onerror=alert(1)&gt; \[c\](http://d) \`e\` \*f\*"
     assert f"| data | {cell} |" in text.splitlines()
-    assert f"| initial weights | '{cell}', whose licence counts too |" in text.splitlines()
+    assert f"| initial weights | '{cell}', whose licence applies too |" in text.splitlines()
     for line in text.splitlines():
         assert "<img" not in line or line.startswith("    ")  # a code block shows it literally
 
