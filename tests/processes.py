@@ -48,7 +48,7 @@ def joined(store: Path, rank: int = 0, world_size: int = 1, device: str = "cpu")
     """The Ranks of this process in a group that meets at the file `store`."""
     dist.init_process_group("gloo", store=dist.FileStore(str(store), world_size), rank=rank, world_size=world_size)
     try:
-        yield Ranks(rank, rank, world_size, torch.device(device), dist.new_group(backend="gloo"))
+        yield Ranks(rank, world_size, torch.device(device), dist.new_group(backend="gloo"))
     finally:
         dist.destroy_process_group()
 

@@ -396,7 +396,7 @@ def test_a_changed_byte_of_a_checkpoint_is_found(run, online, tmp_path, capsys):
     data[-1] ^= 1
     weights.write_bytes(data)
     assert push(f"checkpoint={copy}", REPO, LICENCE) == 1
-    assert "hf/model.safetensors differs from COMMITTED" in capsys.readouterr().err
+    assert "hf/model.safetensors has checksum" in capsys.readouterr().err
     assert json.loads((copy / "COMMITTED").read_text())["files"]
     assert not online.calls
 

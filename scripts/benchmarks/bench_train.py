@@ -42,7 +42,7 @@ from sparsellm.benchmark.timing import energy_mj
 from sparsellm.commands.train import check, device_type, set_determinism
 from sparsellm.config import Config, ConfigError, Precision, Shard, from_overrides, parameters, ranks_that_share
 from sparsellm.distributed.groups import Ranks, process_group, world_size_from_environment
-from sparsellm.runs.metrics import PEAK_FLOPS, mfu
+from sparsellm.runs.metrics import mfu, peak_flops
 from sparsellm.training import micro_batch, plans
 from sparsellm.training.memory import GIB, give_back
 from sparsellm.training.micro_batch import AUTO, MicroBatchError
@@ -153,7 +153,7 @@ def states_between_steps(config: Config) -> float:
     return 12 * parameters(config.model) / (1 if config.runtime.shard == Shard.none else sharing)
 
 
-def rows(runs: list[tuple[str, Config]], results: list[list[dict | None]], peak_flops: float | None) -> list[dict]:
+def rows(runs: list[tuple[str, Config]], results: list[list[dict | None]], peak: float | None) -> list[dict]:
     """A row per run. Ratios are to the first run with the same micro-batch."""
     found, bases = [], {}
     for (variant, config), rounds in zip(runs, results, strict=True):
@@ -170,7 +170,7 @@ def rows(runs: list[tuple[str, Config]], results: list[list[dict | None]], peak_
         row |= {
             "tokens_per_s": speed,
             "spread": (max(medians) - min(medians)) / speed,
-            "mfu": peak_flops and mfu(speed, config.model, config.training.sequence_length, peak_flops),
+            "mfu": peak and mfu(speed, config.model, config.training.sequence_length, peak),
             "peak_bytes": max(r["peak"] for r in rounds),
             "states_bytes": last["states"],
             "states_ratio": last["states"] and last["states"] / states_between_steps(config),
@@ -299,8 +299,8 @@ def main(arguments: list[str] | None = None) -> None:
         if not ranks.is_main:
             return
         name = torch.cuda.get_device_name() if ranks.device.type == "cuda" else "CPU"
-        peak_flops = next((flops for gpu, flops in PEAK_FLOPS.items() if gpu in name), None)
-        found = rows(runs, results, peak_flops and peak_flops * ranks.world_size)
+        peak = peak_flops(ranks.device)
+        found = rows(runs, results, peak and peak * ranks.world_size)
         print(f"\n{ranks.world_size} x {name}, torch {torch.__version__}, {' '.join(args.overrides)}")
         if args.firing is not None:
             source = "lognormal" if args.activations is None else "recorded"

@@ -61,8 +61,8 @@ def record(found: dict[str, Any]) -> None:
             wandb = WandbRun(config, run)
             wandb.evaluation(found["step"], results.scores(found), results.record_table(found), found["tasks"])
             wandb.close(0)
-            if wandb.place != "disabled":
+            if wandb.status != "disabled":
                 upload = sync_command(run)
-                print(f"Weights & Biases: {wandb.place}{f'; to upload: {upload}' if upload else ''}", file=sys.stderr)
+                print(f"Weights & Biases: {wandb.status}{f'; to upload: {upload}' if upload else ''}", file=sys.stderr)
     except (run_folder.RunFolderError, ConfigError, OSError) as error:
         print(f"Weights & Biases skipped: {error}", file=sys.stderr)

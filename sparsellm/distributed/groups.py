@@ -3,18 +3,10 @@
 A single process forms a group of one, so that callers need not distinguish the two cases. Checkpoints are written by a
 background thread and use a separate CPU group, because two threads must not share a group for collectives.
 
-    gather(value)        every rank's value
-    first_error(error)   the error of the first rank that has one: all ranks continue, or none
-    on_main(ranks, work) the main rank's result; if the main rank fails, no rank continues
-    agreed(found, view)  before the group exists: the mistakes found on any node
-    require_shared(...)  check that all ranks see the same content of shared files
-    whole(tensor)        gather a sharded tensor on each rank
-
-Nothing else in this package exchanges objects. A stop request travels with a reduction that a step needs anyway: the
+Only this file exchanges objects between ranks. A stop request travels with a reduction that a step needs anyway: the
 row of a logged step (runs/metrics.py).
 
-A rank that ends or hangs ends all others through their lifelines (lifeline.py), from rendezvous until they leave the
-group.
+If a rank ends or hangs between rendezvous and leaving the group, its lifeline ends all other ranks (lifeline.py).
 """
 
 import json
@@ -37,7 +29,7 @@ from sparsellm.system.console import say, warn
 from sparsellm.system.errors import SparsellmError
 
 TIMEOUT = timedelta(seconds=PATIENCE)  # of collectives; lifelines end ranks sooner, with an explanation
-
+SHARED = "what they read and write must be on a file system that all nodes share, under the same path"
 
 T = TypeVar("T")
 
@@ -53,7 +45,6 @@ class NotShared(SparsellmError, RuntimeError):
 @dataclass(frozen=True)
 class Ranks:
     rank: int
-    local_rank: int
     world_size: int
     device: torch.device
     checkpoint_group: dist.ProcessGroup  # gloo, for the checkpoint-writing thread
@@ -82,23 +73,20 @@ def world_size_from_environment() -> int:
 def process_group(device_type: str, connect: bool = True) -> Iterator[Ranks]:
     """Join the ranks that torchrun started (or form a group of one), and leave the group on exit.
 
-    `device_type` is "cpu" or "cuda"; with "cuda" each rank of a node has its own GPU. connect: let NCCL connect the
+    `device_type`: "cpu" or "cuda"; with "cuda" each rank of a node has its own GPU. `connect`: let NCCL connect the
     GPUs now instead of at the first collective on GPU tensors.
     """
-    rank, local_rank = _rank(), int(os.environ.get("LOCAL_RANK", "0"))
-    world_size = world_size_from_environment()
+    rank, world_size = _rank(), world_size_from_environment()
+    device, backend = torch.device("cpu"), "gloo"
     if device_type == "cuda":
-        device = torch.device("cuda", local_rank)
+        device, backend = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
-        backend = "cpu:gloo,cuda:nccl"
-    else:
-        device, backend = torch.device("cpu"), "gloo"
     try:
         dist.init_process_group(
             backend, store=_meet(), rank=rank, world_size=world_size, timeout=TIMEOUT,
             device_id=device if connect and device_type == "cuda" else None,
         )  # fmt: skip
-        yield Ranks(rank, local_rank, world_size, device, dist.new_group(backend="gloo", timeout=TIMEOUT))
+        yield Ranks(rank, world_size, device, dist.new_group(backend="gloo", timeout=TIMEOUT))
     except BaseException as error:
         if type(error) is RuntimeError or isinstance(error, dist.DistError):  # for example from a collective
             explain_failure()
@@ -117,15 +105,15 @@ def explain_failure() -> None:
 
 
 def leave(error: BaseException | None = None) -> None:
-    """Tell the other ranks, if any, that this one leaves normally, or with which error. After an error they end too."""
+    """Tell the other ranks that this rank leaves: normally, or with `error`, after which the others end too."""
     global _lifeline
     if _lifeline is not None:
         _lifeline.leave(error)
         _lifeline = None
 
 
-def begin_step(step: int) -> None:
-    """Report that this rank starts `step`, so that ranks that lag behind can be named."""
+def report_progress(step: int | None = None) -> None:
+    """Report that this rank starts `step`, or an exchange of objects, so that ranks that lag behind can be named."""
     if _lifeline is not None:
         _lifeline.reached(step)
 
@@ -134,11 +122,6 @@ def hurry() -> None:
     """Report that this rank was asked to stop, which shortens the wait for a rank that hangs."""
     if _lifeline is not None:
         _lifeline.hurry()
-
-
-def _come_to_exchange() -> None:
-    if _lifeline is not None:
-        _lifeline.reached()
 
 
 _lifeline: Lifeline | None = None  # from rendezvous until this rank leaves
@@ -162,7 +145,7 @@ def _meet() -> dist.Store:
             where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             warn(f"rank {_rank()} cannot connect to the other ranks at {where}: {' '.join(str(error).split())}")
             sys.exit(1)
-        _store = dist.PrefixStore(_lifeline.start, store)
+        _store = dist.PrefixStore(_lifeline.launch, store)
     return _store
 
 
@@ -173,8 +156,8 @@ def _rank() -> int:
 def agreed(found: list[str], view: str = "") -> list[str]:
     """Before the group exists: the mistakes `found` on any node. Collective on several nodes.
 
-    On one node all ranks find the same, and nothing is exchanged. On several nodes, mistakes that only some ranks find,
-    and differences in their `view` of the files, are reported with the ranks' names.
+    On one node all ranks find the same mistakes, so nothing is exchanged. On several nodes, mistakes that only some
+    ranks find, and differences in their `view` of the files, are reported with the ranks' names.
     """
     if int(os.environ.get("GROUP_WORLD_SIZE", "1")) == 1:
         return found
@@ -190,9 +173,6 @@ def agreed(found: list[str], view: str = "") -> list[str]:
     return found
 
 
-SHARED = "what they read and write must be on a file system that all nodes share, under the same path"
-
-
 def _differences(ranks: list[tuple[str, list[str], str]], everywhere: list[str]) -> list[str]:
     """How `ranks`, each (host, mistakes, view), differ from each other."""
     by_finding: dict[str, list[str]] = {}
@@ -201,17 +181,16 @@ def _differences(ranks: list[tuple[str, list[str], str]], everywhere: list[str])
         for mistake in [*theirs, *differs]:
             if mistake not in everywhere:
                 by_finding.setdefault(mistake, []).append(f"rank {rank} (host {host})")
-    found = []
-    for mistake, names in by_finding.items():
-        of_files = not mistake.startswith("runtime.")
-        found.append(f"only on {', '.join(names)}: {mistake}{f'; {SHARED}' if of_files else ''}")
-    return found
+    return [
+        f"only on {', '.join(names)}: {mistake}{'' if mistake.startswith('runtime.') else f'; {SHARED}'}"
+        for mistake, names in by_finding.items()
+    ]
 
 
 def require_shared(what: str, seen: object) -> None:
     """Raise NotShared on all ranks unless `seen`, a rank's view of `what`, is the same on every rank. Collective.
 
-    Digests of `repr(seen)` are compared, because it may be long.
+    The ranks compare digests of `repr(seen)`, because that text may be long.
     """
     views = gather((socket.gethostname(), xxhash.xxh3_64_hexdigest(repr(seen).encode())))
     host, first = views[0]
@@ -224,8 +203,8 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Every rank's `value` (picklable), by rank. Collective on `group`, by default all ranks."""
     if dist.get_world_size(group) == 1:
         return [value]
-    if group is None:  # the checkpoint-writing thread has its own group and its own order
-        _come_to_exchange()
+    if group is None:  # the checkpoint-writing thread has its own group, and exchanges at its own pace
+        report_progress()
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group)
     return values
@@ -257,7 +236,7 @@ def on_main(ranks: Ranks, work: Callable[[], T]) -> T:
         answer[1] = f"{type(exception).__name__}: {exception}"
         raise
     finally:
-        _come_to_exchange()
+        report_progress()
         dist.broadcast_object_list(answer, src=0)
     if answer[1] is not None:
         raise MainRankFailed(f"rank 0 failed: {answer[1]}")

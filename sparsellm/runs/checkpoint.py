@@ -8,7 +8,7 @@
 
 What a kill at any instant can leave behind, by folder suffix. A folder without a suffix is a checkpoint.
 
-    .partial    being written. It holds COMMITTED and is on disk before it is renamed to step_N.
+    .partial    being written. COMMITTED is written, and all files are synced, before the folder is renamed to step_N.
     .replaced   the old step_N while a new one takes its place: restored if the new one did not arrive.
     .deleting   being deleted. Renamed before the first file is deleted, so that no partial checkpoint looks complete.
     .damaged    a checkpoint with wrong checksums, skipped at the user's request. Never deleted.
@@ -17,15 +17,13 @@ Leftovers of the first three kinds are cleared at construction and at each save,
 All ranks must see the folder, on several nodes through a shared file system, with space for one checkpoint more than
 are kept.
 
-Checksums prove that a checkpoint is intact (xxh3_128 detects accidental damage at memory speed), not who saved it. So
-nothing in `state/` is executed (state_reader.py). `hf/` is the part to share.
-
+A checkpoint may come from anyone, so nothing in `state/` is executed (state_reader.py). `hf/` is the part to share.
 snapshot.py decides which rank writes what. Sharded tensors (DTensors) are loaded into any other sharding or into whole
 tensors: DCP reshards them.
 
-All collectives run on `ranks.checkpoint_group`; a save runs them in its thread, and every method except `__init__`
-first waits for that thread, so two threads never use the group at once. An exception on one rank becomes a
-CheckpointError on all ranks at the end of its phase; no rank waits for one that gave up.
+All collectives run on `ranks.checkpoint_group`. A save runs its collectives in a thread, and every method except
+`__init__` first waits for that thread, so two threads never use the group at once. An exception on one rank becomes a
+CheckpointError on all ranks at the end of the phase; no rank waits for a rank that gave up.
 """
 
 import errno
@@ -42,13 +40,12 @@ from typing import TypeVar, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
-import xxhash
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from sparsellm.distributed.groups import Ranks, explain_failure, gather
-from sparsellm.runs.layout import ADDED, COMMITTED, STATE, STEP, VALUES, rank_json
+from sparsellm.runs.committed import problems, seal
+from sparsellm.runs.layout import STATE, STEP, VALUES, by_step, rank_json
 from sparsellm.runs.snapshot import MODEL_PREFIX, own_copies, to_host, write
 from sparsellm.runs.state_reader import StateReader, StateRefused
 from sparsellm.system import regular
@@ -58,8 +55,6 @@ from sparsellm.system.files import sync, unused
 
 LEFTOVER = rf"({STEP})\.(partial|replaced|deleting)"
 RANK_PREFIX = "rank."
-HASH_THREADS = 8  # one file each: the ranks of a node write 8
-HASH_CHUNK = 1 << 23  # bytes; large enough for full disk speed, and xxhash releases the GIL
 NAMED_DIFFERENCES = 8  # most differences in a message: a wrong model differs in hundreds of tensors
 
 T = TypeVar("T")
@@ -74,7 +69,7 @@ class RankGone(CheckpointError):
 
 
 class Checkpoints:
-    """A run's `checkpoints/` folder. All ranks construct it and call its methods together."""
+    """A run's `checkpoints/` folder. All ranks construct the object and call its methods together."""
 
     def __init__(
         self, folder: Path, ranks: Ranks, keep: int, export: Callable[[dict[str, torch.Tensor], Path], None],
@@ -108,13 +103,24 @@ class Checkpoints:
         `rank_values` are per rank, `values` are the main rank's. Values are JSON: keys come back as strings and tuples
         as lists. Everything may be modified once this returns.
 
-        Waits for the previous save, and raises its CheckpointError instead of saving. Raises CheckpointError if the
-        copy fails.
+        Waits for the previous save; if that save failed, raises its CheckpointError instead of saving. Raises
+        CheckpointError if the copy fails.
         """
         self.wait()
-        copies, texts = self._together(
-            f"copying the state of step {step}", lambda: self._snapshot(tensors, values, rank_tensors, rank_values)
-        )
+
+        def snapshot() -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+            """CPU copies of what this rank writes, and the contents of its JSON files by name."""
+            if reserved := [name for name in tensors if name.startswith(RANK_PREFIX)]:
+                raise ValueError(f"tensors {reserved}: names that start with {RANK_PREFIX!r} are for rank_tensors")
+            prefix = f"{RANK_PREFIX}{self.ranks.rank:05}."
+            copies = own_copies(tensors, self.ranks)
+            copies |= {f"{prefix}{name}": to_host(tensor) for name, tensor in rank_tensors.items()}
+            if self.ranks.device.type == "cuda":
+                torch.cuda.synchronize(self.ranks.device)  # copies into pinned memory are asynchronous
+            texts = {rank_json(self.ranks.rank): json.dumps(rank_values)}
+            return copies, texts | ({VALUES: json.dumps(values)} if self.ranks.is_main else {})
+
+        copies, texts = self._together(f"copying the state of step {step}", snapshot)
         wanted = sum(tensor.nbytes for tensor in tensors.values())
         shards = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
         self._writing = self._writer.submit(self._write, step, copies, shards, texts, wanted)
@@ -131,7 +137,7 @@ class Checkpoints:
             futures.wait([self._writing])
 
     def failure(self) -> str | None:
-        """Why the last save failed, if already known. Not collective, does not wait."""
+        """Why the last save failed; None if it did not, or is still running. Not collective, does not wait."""
         if self._writing is None or not self._writing.done():
             return None
         error = self._writing.exception()
@@ -141,7 +147,7 @@ class Checkpoints:
         """The step of the newest checkpoint, with its checksums verified; None if there is none.
 
         A damaged checkpoint newer than the newest intact one raises a CheckpointError that lists the damage; with
-        `skip_damaged` it is renamed to step_N.damaged instead, with a warning.
+        `skip_damaged` such a checkpoint is renamed to step_N.damaged instead, with a warning.
         """
         self.wait()
         self._verified = self._on_main(f"looking for checkpoints in {self.folder}", lambda: self._find(skip_damaged))
@@ -159,14 +165,14 @@ class Checkpoints:
         self.wait()
         state = self._path(step) / STATE
         task = f"loading {state}"
-        if step != self._verified:
-            self._on_main(task, lambda: self._require_whole(step))
+        if step != self._verified and (damage := self._on_main(task, lambda: self._damage(step))):
+            raise CheckpointError(damage)
         owner = self.ranks.rank if (state / rank_json(self.ranks.rank)).exists() else 0
         prefix = f"{RANK_PREFIX}{owner:05}."
         rank_tensors = self._together(task, lambda: _match(state, tensors, prefix))
 
         def read() -> tuple[dict, dict]:
-            # The collective part comes first: a rank that failed before it would leave the others waiting inside.
+            # The collective comes first: a rank that failed before the collective would leave the others waiting in it.
             dcp.load(
                 {**tensors, **rank_tensors},
                 storage_reader=StateReader(state),
@@ -177,24 +183,6 @@ class Checkpoints:
         values, rank_values = self._together(task, read)
         return values, rank_values, {name.removeprefix(prefix): tensor for name, tensor in rank_tensors.items()}
 
-    # ---- saving
-
-    def _snapshot(
-        self, tensors: dict[str, torch.Tensor], values: dict, rank_tensors: dict[str, torch.Tensor], rank_values: dict
-    ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """CPU copies of what this rank writes, and the contents of its JSON files by name."""
-        if reserved := [name for name in tensors if name.startswith(RANK_PREFIX)]:
-            raise ValueError(f"tensors {reserved}: names that start with {RANK_PREFIX!r} are reserved for rank_tensors")
-        prefix = f"{RANK_PREFIX}{self.ranks.rank:05}."
-        copies = own_copies(tensors, self.ranks)
-        copies |= {f"{prefix}{name}": to_host(tensor) for name, tensor in rank_tensors.items()}
-        if self.ranks.device.type == "cuda":
-            torch.cuda.synchronize(self.ranks.device)  # copies into pinned memory are asynchronous
-        texts = {rank_json(self.ranks.rank): json.dumps(rank_values)}
-        if self.ranks.is_main:
-            texts[VALUES] = json.dumps(values)
-        return copies, texts
-
     def _write(
         self,
         step: int,
@@ -203,12 +191,12 @@ class Checkpoints:
         texts: dict[str, str],
         wanted: int,
     ) -> None:
-        """Save `step`, in a thread of every rank, in phases; after each phase all ranks know of failures.
+        """Save `step`, in a thread of every rank, in phases. After each phase all ranks know whether one failed.
 
         `copies`, `shards`: see `snapshot.write`. `wanted`: bytes of all tensors, over all ranks.
         """
         final = self._path(step)
-        partial = final.with_name(final.name + ".partial")
+        partial = final.with_suffix(".partial")
         state = partial / STATE
         task = f"saving step {step} to {final}"
         weights: dict[str, torch.Tensor] = {}  # whole tensors, on the main rank only
@@ -218,7 +206,7 @@ class Checkpoints:
             state.mkdir(parents=True)
 
         def write_state() -> None:
-            # The collective part comes first: a rank that failed before it would leave the others waiting inside.
+            # The collective comes first: a rank that failed before the collective would leave the others waiting in it.
             weights.update(write(copies, shards, state, self.ranks))
             for name, text in texts.items():
                 (state / name).write_text(text)
@@ -228,8 +216,8 @@ class Checkpoints:
             hf = partial / "hf"
             hf.mkdir()
             self.export({name.removeprefix(MODEL_PREFIX): tensor for name, tensor in weights.items()}, hf)
-            _seal(partial, step)
-            replaced = final.with_name(final.name + ".replaced")
+            seal(partial, step)
+            replaced = final.with_suffix(".replaced")
             if os.path.lexists(final):
                 _rename(final, replaced)
             _rename(partial, final)
@@ -237,7 +225,7 @@ class Checkpoints:
                 _delete(replaced)
 
         def prune() -> None:
-            steps = self._steps()
+            steps = list(by_step(self.folder.iterdir()))
             for old in sorted({*steps[: -self.keep]} - self.for_good(steps)):
                 _delete(self._path(old))
 
@@ -246,9 +234,9 @@ class Checkpoints:
             self._together(task, write_state)
             self._on_main(task, commit)
         except RankGone:
-            raise  # the next start cleans up
+            raise  # ranks cannot communicate any more; the next start removes the partial checkpoint
         except CheckpointError as error:
-            # All ranks have left the phase: none writes into the folder any more.
+            # All ranks have left the phase, so no rank writes into the folder any more.
             said = str(error)
             if self.ranks.is_main and partial.exists():
                 shutil.rmtree(partial, ignore_errors=True)
@@ -262,51 +250,35 @@ class Checkpoints:
         room = f"its tensors take {spelled(wanted)}, plus hf/; {spelled(free)} are free"
         # Libraries do not always report a full disk, so check free space too. If the tensors would fit, then hf/ did
         # not, or a quota was reached.
-        if free < wanted or os.strerror(errno.ENOSPC) in str(error):
-            full = "the disk is full" if free < wanted else "the disk is full or a quota was reached"
-            return (
-                f"{task} failed: {full} ({room}). The partial checkpoint was removed; earlier checkpoints are untouched"
-            )
-        return f"{error}. The partial checkpoint was removed: {room}"
-
-    # ---- the folder (main rank)
+        if free >= wanted and os.strerror(errno.ENOSPC) not in str(error):
+            return f"{error}. The partial checkpoint was removed: {room}"
+        full = "the disk is full" if free < wanted else "the disk is full or a quota was reached"
+        return f"{task} failed: {full} ({room}). The partial checkpoint was removed; earlier checkpoints are untouched"
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step_{step:08}"
 
-    def _steps(self) -> list[int]:
-        """Steps of all checkpoint folders, by name, ascending."""
-        names = (re.fullmatch(r"step_(\d{8,})", path.name) for path in self.folder.iterdir())
-        return sorted(int(name[1]) for name in names if name)
-
     def _find(self, skip_damaged: bool) -> int | None:
         damaged: dict[int, str] = {}
         whole = None
-        for step in reversed(self._steps()):
-            try:
-                self._require_whole(step)
-            except CheckpointError as error:
-                damaged[step] = str(error)
-            else:
+        for step in reversed(by_step(self.folder.iterdir())):
+            if (damage := self._damage(step)) is None:
                 whole = step
                 break
+            damaged[step] = damage
         fallback = "starts from the beginning" if whole is None else f"resumes from step {whole} before it"
         if damaged and not skip_damaged:
-            raise CheckpointError(
-                "\n".join(damaged.values())
-                + f"\nrun.skip_damaged=true {fallback}, and keeps damaged checkpoints as step_N.damaged"
-            )
+            remedy = f"run.skip_damaged=true {fallback}, and keeps damaged checkpoints as step_N.damaged"
+            raise CheckpointError("\n".join([*damaged.values(), remedy]))
         for step, what in damaged.items():
-            kept = unused(self._path(step).with_name(self._path(step).name + ".damaged"))
+            kept = unused(self._path(step).with_suffix(".damaged"))
             _rename(self._path(step), kept)
             warn(f"{what}; kept as {kept.name}: the run {fallback}")
         return whole
 
-    def _require_whole(self, step: int) -> None:
-        if found := problems(self._path(step), step):
-            raise CheckpointError(f"checkpoint {self._path(step)} is damaged: {'; '.join(found)}")
-
-    # ---- agreement
+    def _damage(self, step: int) -> str | None:
+        found = problems(self._path(step), step)
+        return f"checkpoint {self._path(step)} is damaged: {'; '.join(found)}" if found else None
 
     def _together(self, task: str, work: Callable[[], T]) -> T:
         """This rank's `work()`. If any rank raises, all raise CheckpointError with every rank's reason."""
@@ -353,25 +325,21 @@ def clear_leftovers(folder: Path) -> None:
     """Clean up the checkpoints/ `folder` after its last writer was killed, so that only checkpoints remain."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in leftovers(folder):
-        name, suffix = path.name.rsplit(".", 1)
-        final = folder / name
-        if suffix == "replaced" and not os.path.lexists(final):
+        final = path.with_suffix("")
+        if path.suffix == ".replaced" and not os.path.lexists(final):
             warn(f"{final}: its replacement was interrupted; the old checkpoint is restored")
             _rename(path, final)
-        elif suffix == "deleting":
-            warn(f"{path}: removing leftovers of an interrupted deletion, {spelled(size_of(path))}")
-            _remove(path)
         else:
-            warn(f"{path}: removing leftovers of an interrupted save, {spelled(size_of(path))}")
+            what = "deletion" if path.suffix == ".deleting" else "save"
+            warn(f"{path}: removing leftovers of an interrupted {what}, {spelled(size_of(path))}")
             _delete(path)
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of all files in `folder`. Links, and files that disappear meanwhile (another process may save here), count
-    as 0."""
-    size = 0
+    """Bytes of all files in `folder`. A link, and files that another process deletes meanwhile, count as 0."""
     if folder.is_symlink():
-        return size
+        return 0
+    size = 0
     for parent, _, names in os.walk(folder):
         for name in names:
             with suppress(FileNotFoundError):
@@ -390,12 +358,8 @@ def _match(state: Path, tensors: dict[str, torch.Tensor], prefix: str) -> dict[s
     Raises CheckpointError, with a list, if the other tensors in `state` differ from `tensors` in names, shapes or
     dtypes.
     """
-    saved = {
-        name: (str(entry.properties.dtype), list(entry.size), entry)
-        for name, entry in StateReader(state).read_metadata().state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    shared = {name: entry[:2] for name, entry in saved.items() if not name.startswith(RANK_PREFIX)}
+    saved = StateReader(state).described()
+    shared = {n: (str(e.properties.dtype), list(e.size)) for n, e in saved.items() if not n.startswith(RANK_PREFIX)}
     asked = {name: (str(tensor.dtype), list(tensor.shape)) for name, tensor in tensors.items()}
     differences = []
     for name in sorted(shared.keys() | asked.keys()):
@@ -413,72 +377,7 @@ def _match(state: Path, tensors: dict[str, torch.Tensor], prefix: str) -> dict[s
             + (f"; and {more} more" if more > 0 else "")
             + ". Resume with the model and optimizer of the checkpoint, or start over with run.restart=true"
         )
-    mine = {name: entry for name, (_, _, entry) in saved.items() if name.startswith(prefix)}
-    return {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in mine.items()}
-
-
-def _seal(folder: Path, step: int) -> None:
-    """Sync everything in `folder` to disk and write COMMITTED, with the size and checksum of each file."""
-    files = _files(folder)
-    for path in [*files.values(), *(path for path in folder.rglob("*") if path.is_dir())]:
-        sync(path)
-    with ThreadPoolExecutor(HASH_THREADS) as pool:
-        checksums = pool.map(_checksum, files.values())
-        entries = {
-            name: {"bytes": path.stat().st_size, "xxh3_128": checksum}
-            for (name, path), checksum in zip(files.items(), checksums, strict=True)
-        }
-    (folder / COMMITTED).write_text(json.dumps({"step": step, "files": entries}, indent=1))
-    sync(folder / COMMITTED)
-    sync(folder)
-
-
-def problems(folder: Path, step: int | None, inside: str = "") -> list[str]:
-    """How the files in `folder` differ from COMMITTED; empty if the checkpoint is intact.
-
-    `step`: of the checkpoint, None if that is not known. `inside`: only files whose names begin with it are compared.
-    """
-    try:
-        commit = json.loads(regular.content(folder / COMMITTED))
-        committed_step = commit["step"]
-        recorded = {name: (entry["bytes"], entry["xxh3_128"]) for name, entry in commit["files"].items()}
-    except FileNotFoundError:
-        return [f"{COMMITTED} is missing"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        return [f"{COMMITTED} cannot be read ({type(error).__name__}: {error})"]
-    recorded = {name: entry for name, entry in recorded.items() if name.startswith(inside)}
-    files = {name: path for name, path in _files(folder).items() if name.startswith(inside)}
-    found = [] if step in (None, committed_step) else [f"{COMMITTED} belongs to step {committed_step}"]
-    found += [f"{name} is missing" for name in sorted(recorded.keys() - files.keys())]
-    found += [f"{name} is not listed in {COMMITTED}" for name in sorted(files.keys() - recorded.keys())]
-
-    def compare(name: str) -> list[str]:
-        size, checksum = recorded[name]
-        try:
-            if (held := files[name].stat().st_size) != size:
-                return [f"{name} has {held} bytes instead of {size}"]
-            if (digest := _checksum(files[name])) != checksum:
-                return [f"{name} has checksum {digest} instead of {checksum}"]
-        except OSError as error:
-            return [f"{name} cannot be read ({error})"]
-        return []
-
-    with ThreadPoolExecutor(HASH_THREADS) as pool:
-        return sum(pool.map(compare, sorted(recorded.keys() & files.keys())), found)
-
-
-def _files(folder: Path) -> dict[str, Path]:
-    """Every file under `folder` that belongs to the checkpoint, by its path relative to it."""
-    paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if not path.is_dir()}
-    return {name: path for name, path in paths.items() if name.split("/")[0] not in (COMMITTED, *ADDED)}
-
-
-def _checksum(path: Path) -> str:
-    digest, chunk = xxhash.xxh3_128(), memoryview(bytearray(HASH_CHUNK))
-    with regular.to_read(path, buffering=0) as file:
-        while count := file.readinto(chunk):
-            digest.update(chunk[:count])
-    return digest.hexdigest()
+    return {n: torch.empty(e.size, dtype=e.properties.dtype) for n, e in saved.items() if n.startswith(prefix)}
 
 
 def _rename(source: Path, target: Path) -> None:
@@ -487,10 +386,11 @@ def _rename(source: Path, target: Path) -> None:
 
 
 def _delete(folder: Path) -> None:
-    deleting = folder.with_name(folder.name.split(".")[0] + ".deleting")
-    if os.path.lexists(deleting):
-        _remove(deleting)
-    _rename(folder, deleting)
+    deleting = folder.with_suffix(".deleting")
+    if folder != deleting:
+        if os.path.lexists(deleting):
+            _remove(deleting)
+        _rename(folder, deleting)
     _remove(deleting)
 
 

@@ -30,7 +30,7 @@ from sparsellm.runs.layout import LOSS_PLOT
 from sparsellm.runs.metrics import NAMED
 
 Row = dict[str, Any]
-GAP = float("nan")  # leaves a gap in a curve where a row has no value
+GAP = float("nan")  # drawn as a gap in the curve, where a row has no value
 ALONE = "s^Dv<>"  # markers of data.mix sources that were validated only once
 NONZEROS, DEAD = "nonzeros.png", "dead_neurons.png"
 
@@ -48,16 +48,15 @@ class Curves:
     taught: bool  # whether there is a teacher
 
     def draw(self, rows: list[Row]) -> dict[str, bytes]:
-        """{file name: content}; only the losses without a ReLU."""
-        pictures: dict[str, Callable[[list[Row]], Figure]] = {}
-        for name, key, picture in (
-            (NONZEROS, "nnz_per_layer", self.nonzeros), (DEAD, "dead_per_layer", self.dead_neurons),
-        ):  # fmt: skip
-            if any(row[key] is not None for row in rows):
-                pictures[name] = picture
-        pictures[LOSS_PLOT] = self.losses  # last: its presence says that all were written
+        """{file name: content}. Without a ReLU there is only the plot of the losses."""
+        plots: dict[str, Callable[[list[Row]], Figure]] = {}
+        if any(row["nnz_per_layer"] is not None for row in rows):
+            plots[NONZEROS] = self.nonzeros
+        if any(row["dead_per_layer"] is not None for row in rows):
+            plots[DEAD] = self.dead_neurons
+        plots[LOSS_PLOT] = self.losses  # last: `report.is_drawn` takes this file as the sign that all were written
         with matplotlib.rc_context(STYLE):
-            return drawn({name: partial(lambda each: saved(each(rows)), each) for name, each in pictures.items()})
+            return drawn({name: partial(lambda plot: saved(plot(rows)), plot) for name, plot in plots.items()})
 
     def losses(self, rows: list[Row]) -> Figure:
         """Left: the whole run, from zero. Right: after the warm-up, zoomed in to tell the curves apart."""
@@ -91,7 +90,11 @@ class Curves:
             axes.set_ylabel("cross entropy, nats per token")
         from_zero(grid[0])
         if len(panels) > 1:
-            _zoom(grid[1], [row[key] for row in settled for key in ("ce", "val_ce") if row[key] is not None])
+            # The y axis fits all values except the highest 5%, so that spikes may be cut off.
+            values = sorted(row[key] for row in settled for key in ("ce", "val_ce") if row[key] is not None)
+            low, high = values[0], values[int(0.95 * (len(values) - 1))]
+            margin = 0.06 * (high - low) or 0.01
+            grid[1].set_ylim(low - margin, high + margin)
             grid[1].set_title("after the warm-up", loc="left")
         handles, labels = grid[0].get_legend_handles_labels()
         legend_below(figure, handles[::-1], labels[::-1])
@@ -111,9 +114,10 @@ class Curves:
 
     def dead_neurons(self, rows: list[Row]) -> Figure:
         figure, axes = self._panel(rows)
-        neurons, window = self.neurons, self.dead_after_tokens
-        _layers(axes, rows, "dead_per_layer", neurons)
-        axes.set_ylabel(f"fraction of {neurons:,} neurons inactive\nfor the last {window:,} tokens")
+        _layers(axes, rows, "dead_per_layer", self.neurons)
+        axes.set_ylabel(
+            f"fraction of {self.neurons:,} neurons inactive\nfor the last {self.dead_after_tokens:,} tokens"
+        )
         from_zero(axes, least=0.01)
         percent(axes.yaxis)
         return figure
@@ -143,10 +147,3 @@ def _curve(axes: Axes, rows: list[Row], values: list[float | None], **style: Any
     """A line over the steps; a point if there is only one row."""
     marker = "o" if len(rows) == 1 else None
     axes.plot([row["step"] for row in rows], [GAP if v is None else v for v in values], marker=marker, **style)
-
-
-def _zoom(axes: Axes, values: list[float]) -> None:
-    """Fit the y axis to all values except the highest 5%, so that spikes may be cut off."""
-    low, high = min(values), sorted(values)[int(0.95 * (len(values) - 1))]
-    margin = 0.06 * (high - low) or 0.01
-    axes.set_ylim(low - margin, high + margin)

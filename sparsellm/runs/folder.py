@@ -32,17 +32,13 @@ from sparsellm.config import (
 from sparsellm.distributed.groups import Ranks, on_main, require_shared
 from sparsellm.model.dtypes import DTYPES
 from sparsellm.runs.checkpoint import clear_leftovers, leftovers, size_of, spelled
-from sparsellm.runs.layout import CHECKPOINTS, COMMITTED, CONFIG, STATE, STEP, VALUES, WAITING_ROW, checkpoint
+from sparsellm.runs.committed import UNREADABLE, recorded
+from sparsellm.runs.layout import CHECKPOINTS, CONFIG, STATE, VALUES, WAITING_ROW, by_step, checkpoint
 from sparsellm.runs.retention import Retention, last_common_step
 from sparsellm.system import locks, regular
 from sparsellm.system.console import warn
 from sparsellm.system.errors import SparsellmError
 from sparsellm.system.files import sync, unused
-
-__all__ = [
-    "CHECKPOINTS", "CONFIG", "RunFolderError", "begun_as", "checkpoint", "claim", "is_finished", "mistakes",
-    "open_folder", "room_mistakes", "saved_steps", "tidy",
-]  # fmt: skip
 
 LOCK = "lock"
 WARMUP = "optimizer.warmup_steps"
@@ -55,10 +51,11 @@ class RunFolderError(SparsellmError, RuntimeError):
 
 
 def mistakes(config: Config, typed: Sequence[str] = ()) -> list[str]:
-    """Keys in which an existing run of this name differs from `config`, and which therefore cannot be resumed.
+    """Why `config` cannot resume the existing run of its name, if there is one: the keys that differ.
 
-    run.restart resumes no run, so restarts by torchrun would lose all progress: this combination is refused. A run with
-    optimizer.schedule=wsd may be made longer. `typed`: the overrides that `config` was composed from.
+    A run with optimizer.schedule=wsd may be made longer. run.restart=true resumes no run; with torchrun's restarts,
+    each restart would lose all progress, so this combination is refused. `typed`: the overrides that `config` was
+    composed from.
     """
     if config.run.restart and (restarts := int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))):
         return [
@@ -82,7 +79,7 @@ def mistakes(config: Config, typed: Sequence[str] = ()) -> list[str]:
     if start is not None:
         for key in ("training.steps", "data.max_tokens"):  # data.max_tokens only decides how much is prepared
             now[key] = before[key]
-        if (saved := saved_steps(config.run.folder)) and min(saved) > start:
+        if (saved := saved_steps(config.run.folder)) and saved[0] > start:
             return [
                 f"run {config.run.name} cannot be made longer: it has no checkpoint up to step {start}, the last step"
                 f" that it shares with a longer run; {remedy}"
@@ -111,9 +108,9 @@ def begun_as(run: RunConfig) -> Config | None:
 def _return_to(
     training: TrainingConfig, optimizer: OptimizerConfig, sparsity: SparsityConfig, schedule: Schedule, steps: int
 ) -> int | None:
-    """The last step that a run started with these groups shares with a run of `steps` and `schedule`.
+    """The last step that a run, started with these groups, shares with a run of `steps` and `schedule`.
 
-    None if the latter does not extend it.
+    None if the run of `steps` is not a longer version of the started run.
     """
     if not optimizer.schedule == schedule == Schedule.wsd or steps <= training.steps:
         return None
@@ -121,8 +118,8 @@ def _return_to(
 
 
 def _set_decay_aside(folder: Path, steps: int, start: int) -> None:
-    """Rename checkpoints after step `start`, so that they are not resumed: they belong to the decay of the run of
-    `steps`."""
+    """Rename checkpoints after step `start`, so that the longer run does not resume from them: their learning rate
+    decayed towards the end at `steps`."""
     for step in saved_steps(folder):
         if step > start:
             path = checkpoint(folder, step)
@@ -133,16 +130,15 @@ def _set_decay_aside(folder: Path, steps: int, start: int) -> None:
 
 
 def is_finished(run: RunConfig, steps: int) -> bool:
-    """Whether the run has saved the last of its `steps`, with scores; False if that checkpoint's COMMITTED is
+    """Whether the run has saved the last of its `steps`, with scores. False if COMMITTED of that checkpoint is
     damaged."""
     if run.restart:
         return False
     last = checkpoint(run.folder, steps)
     try:
-        committed = json.loads(regular.content(last / COMMITTED))
-        if committed["step"] != steps or not isinstance(committed["files"], dict):
+        if recorded(last)[0] != steps:
             return False
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except UNREADABLE:
         return False
     try:
         return json.loads(regular.content(last / STATE / VALUES)).get(WAITING_ROW) is None
@@ -171,8 +167,8 @@ def room_mistakes(
     """Mistakes if the disk lacks space for the run's checkpoints: those kept, and a new one."""
     folder = run.folder
     size = parameters(model) * ((1 + MOMENTS) * FLOAT32 + DTYPES[hf_dtype].itemsize)  # of state/ and of hf/
-    steps = [] if run.restart else sorted(saved_steps(folder))
-    with suppress(ConfigError):  # `mistakes` reports it
+    steps = [] if run.restart else saved_steps(folder)
+    with suppress(ConfigError):  # `mistakes` reports a damaged config.yaml
         if (begun := begun_as(run)) is not None:
             old = begun.training, begun.optimizer, begun.sparsity
             if (start := _return_to(*old, optimizer.schedule, training.steps)) is not None:
@@ -192,15 +188,14 @@ def room_mistakes(
 
 
 def names_by_hash(root: Path) -> dict[str, str]:
-    """The names of the runs in `root` that end with a hash of what defines them, by that hash."""
+    """{hash: name} of the runs in `root` whose names end with a hash of the keys that define a run."""
     runs = sorted(path.parent.name for path in root.glob(f"*/{CONFIG}"))
     return {found[1]: name for name in runs if (found := re.search(r"-([0-9a-f]{8})$", name))}
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """The steps of the checkpoints in the run's `folder`, from their names."""
-    names = (re.fullmatch(STEP, path.name) for path in (folder / CHECKPOINTS).glob("step_*"))
-    return [int(name[1]) for name in names if name]
+    """The steps of the checkpoints in the run's `folder`, from their names, ascending."""
+    return list(by_step((folder / CHECKPOINTS).glob("step_*")))
 
 
 def tidy(folder: Path) -> None:
@@ -217,8 +212,8 @@ def tidy(folder: Path) -> None:
 def open_folder(config: Config, ranks: Ranks) -> Iterator[tuple[Config, Path]]:
     """Create the run's folder and config.yaml if needed, and lock out other processes. Collective.
 
-    Yields `config` with the run's final name, and the folder: with run.restart a new one, NAME-2, NAME-3, ... if NAME
-    is taken. A run that `config` makes longer keeps its warm-up, and the checkpoints of its decay are renamed to
+    Yields `config` with the run's final name, and the folder: with run.restart a new folder, NAME-2, NAME-3, ... if
+    NAME is taken. A run that `config` makes longer keeps its warm-up, and the checkpoints of its decay are renamed to
     step_N.decayed. For a new run, everything created here is removed if the block raises ConfigError, for example
     because the initial model cannot be read. Raises RunFolderError.
     """
@@ -244,12 +239,11 @@ def open_folder(config: Config, ranks: Ranks) -> Iterator[tuple[Config, Path]]:
                     f"{folder / CONFIG} was missing and has been rewritten: whether the run was started with the same"
                     " values cannot be checked"
                 )
-            warmup = config.optimizer.warmup_steps
-            schedule, steps = config.optimizer.schedule, config.training.steps
-            if schedule == Schedule.wsd and (begun := begun_as(config.run)) is not None:
+            warmup, steps = config.optimizer.warmup_steps, config.training.steps
+            if config.optimizer.schedule == Schedule.wsd and (begun := begun_as(config.run)) is not None:
                 warmup = begun.optimizer.warmup_steps
-                start = _return_to(begun.training, begun.optimizer, begun.sparsity, schedule, steps)
-                if start is not None:
+                old = begun.training, begun.optimizer, begun.sparsity
+                if (start := _return_to(*old, Schedule.wsd, steps)) is not None:
                     _set_decay_aside(folder, begun.training.steps, start)
                     warn(
                         f"{folder.name} is extended from {begun.training.steps:,} to {steps:,} steps, with its warm-up"
@@ -260,7 +254,12 @@ def open_folder(config: Config, ranks: Ranks) -> Iterator[tuple[Config, Path]]:
                 save(as_of(folder.name, warmup), folder / CONFIG)
             except OSError as error:
                 raise RunFolderError(f"{folder / CONFIG} cannot be written: {error}") from error
-            return folder.name, warmup, _sign(lock)
+            signature = f"{socket.gethostname()} {os.getpid()} {time.time_ns()}"  # unique for this start
+            lock.truncate(0)
+            lock.write(signature)
+            lock.flush()
+            os.fsync(lock.fileno())
+            return folder.name, warmup, signature
 
         name, warmup, signature = on_main(ranks, claim_folder)
         config = as_of(name, warmup)
@@ -274,26 +273,15 @@ def open_folder(config: Config, ranks: Ranks) -> Iterator[tuple[Config, Path]]:
 
 
 def _remove(folder: Path, made: list[Path]) -> None:
-    """Remove the files of a run that did not start from its `folder`, and the folders `made` for it unless they hold
-    anything else, such as a scheduler's log or another run."""
-    with suppress(OSError):  # not empty
+    """Remove the files of a run that did not start from its `folder`, and the folders `made` for the run. A folder that
+    holds anything else, such as a scheduler's log or another run, stays."""
+    with suppress(OSError):  # a folder is not empty
         if (folder / CHECKPOINTS).exists():
             (folder / CHECKPOINTS).rmdir()
         for name in (CONFIG, LOCK):
             (folder / name).unlink()
         for path in made:
             path.rmdir()
-
-
-def _sign(lock: TextIO) -> str:
-    """Write a unique signature of this start into the lock file."""
-    signature = f"{socket.gethostname()} {os.getpid()} {time.time_ns()}"
-    lock.seek(0)
-    lock.truncate()
-    lock.write(signature)
-    lock.flush()
-    sync(Path(lock.name))
-    return signature
 
 
 def _has_signature(lock: Path, signature: str) -> bool:
@@ -308,14 +296,13 @@ def _has_signature(lock: Path, signature: str) -> bool:
 def claim(folder: Path, patience: float = PATIENCE) -> TextIO:
     """Lock the folder and return the open lock file; the system releases the lock however the process ends.
 
-    The lock belongs to the open file. A forked process inherits it and closes it, so as not to hold the lock.
-    Raises RunFolderError if another process holds it for `patience` seconds, or the folder cannot be written.
+    The lock belongs to the open file. A forked process inherits the file and closes it, so as not to hold the lock.
+    Raises RunFolderError if another process holds the lock for `patience` seconds, or the folder cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file: TextIO = regular.to_write(
-            folder / LOCK, "a"
-        )  # append mode: a refused process leaves the content unchanged
+        # Append mode: a process that is refused leaves the content unchanged.
+        file: TextIO = regular.to_write(folder / LOCK, "a")
     except OSError as error:
         raise RunFolderError(f"{folder} cannot be written: {error}; choose another run.root") from error
     os.register_at_fork(after_in_child=file.close)

@@ -3,6 +3,8 @@
 runs/NAME/{config.yaml, plots/, checkpoints/step_00000400/{hf/, state/, COMMITTED, evaluation/, analysis/, benchmark/}}
 """
 
+import re
+from collections.abc import Iterable
 from pathlib import Path
 
 CONFIG = "config.yaml"
@@ -11,12 +13,12 @@ STEP = r"step_(\d{8,})"  # name of a checkpoint's folder
 HF = "hf"
 STATE = "state"
 VALUES = "values.json"  # in state/: values shared by all ranks
-WAITING_ROW = "row"  # in values.json: the row of the checkpoint's step if it was saved before scoring, or null
+WAITING_ROW = "row"  # in values.json: the row of the checkpoint's step, or null if that row was scored and written
 COMMITTED = "COMMITTED"  # JSON: size and checksum of every file of a checkpoint
 EVALUATION, ANALYSIS, BENCHMARK = "evaluation", "analysis", "benchmark"
 BENCHMARK_JSON = "benchmark.json"  # in benchmark/
 PLOTS = "plots"
-LOSS_PLOT = "loss.png"  # in plots/, written after the other pictures
+LOSS_PLOT = "loss.png"  # in plots/, written after the other plots
 ADDED = (EVALUATION, ANALYSIS, BENCHMARK)  # added to a checkpoint later, so not in COMMITTED
 
 
@@ -25,6 +27,12 @@ def checkpoint(folder: Path, step: int) -> Path:
     return folder / CHECKPOINTS / f"step_{step:08d}"
 
 
+def by_step(paths: Iterable[Path]) -> dict[int, Path]:
+    """Those of `paths` that are named like checkpoints, complete or not: {step: path}, by ascending step."""
+    found = ((re.fullmatch(STEP, path.name), path) for path in paths)
+    return dict(sorted((int(match[1]), path) for match, path in found if match))
+
+
 def rank_json(rank: int) -> str:
-    """The file in a checkpoint's state/ with what `rank` saved; "data" is its position in the training tokens."""
+    """The file in a checkpoint's state/ with what `rank` saved. Its key "data": the position in the training tokens."""
     return f"rank_{rank:05}.json"

@@ -5,24 +5,20 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import xxhash
-
 from sparsellm.config import RunConfig
 from sparsellm.hf import pretrained
 from sparsellm.hf.hub import is_missing
-from sparsellm.runs.layout import ANALYSIS, BENCHMARK, CHECKPOINTS, COMMITTED, CONFIG, EVALUATION, HF, STEP
-from sparsellm.system import regular
+from sparsellm.runs.committed import HASH_THREADS, file_digest, problems, recorded
+from sparsellm.runs.layout import ANALYSIS, BENCHMARK, CHECKPOINTS, COMMITTED, CONFIG, EVALUATION, HF, STEP, by_step
 from sparsellm.system.errors import SparsellmError
-from sparsellm.system.files import read_json
 
-DIGEST_THREADS = 8
 RUNS = RunConfig.root  # default folder of runs
-LISTED = 10  # most existing folders listed when one is missing
+LISTED = 10  # most existing folders that the message about a missing folder lists
 TEXTS = "plain text, or parquet or jsonl with a column `text`"  # accepted as text=FILE
 OTHER_ROWS = (".csv", ".tsv", ".ndjson", ".jsonlines", ".arrow")
 # Output folders for checkpoints that cannot be written to.
@@ -39,8 +35,8 @@ class Checkpoint:
 
     model: str  # a folder, or a hub name
     folder: Path | None  # a run's checkpoint or an hf/ folder; None on the hub
-    run: Path | None  # folder of its run
-    step: int | None  # step in that run
+    run: Path | None  # the folder of the run; None for a model that belongs to no run
+    step: int | None  # the step in the run
 
     def __str__(self) -> str:
         return self.model if self.folder is None else str(self.folder)
@@ -54,12 +50,12 @@ class Checkpoint:
 
     @property
     def has_checksums(self) -> bool:
-        """Whether it is in a checkpoint with COMMITTED, with or without the rest of its run."""
+        """Whether the model is in a checkpoint with COMMITTED, with or without the rest of the run."""
         return self.folder is not None and (self.folder / COMMITTED).is_file()
 
     @property
     def unchecked(self) -> str | None:
-        """A warning that its files have no checksums; None if they have, or if they are on the hub."""
+        """A warning that the model's files have no checksums; None if they have, or if the model is on the hub."""
         if self.folder is None or self.has_checksums:
             return None
         return f"{self} has no {COMMITTED} file: its files are not verified against checksums"
@@ -71,64 +67,47 @@ class Checkpoint:
 
     def output(self, added: str, asked: str | None = None, limit: int | None = None) -> Path:
         """The output folder for `added`, one of layout.ADDED: `asked` if given, otherwise inside the checkpoint, or, if
-        that is not writable, in the working directory (ELSEWHERE, e.g. evaluations/NAME). With `limit`, a subfolder of
-        it.
+        the checkpoint is not writable, in the working directory (ELSEWHERE, e.g. evaluations/NAME). With `limit`, a
+        subfolder of that folder.
         """
         if asked is not None:
             return Path(asked).expanduser()
-        whole = self._whole(added)
+        inside = None if self.folder is None else self.folder / added
+        if inside is not None and os.access(inside if inside.exists() else inside.parent, os.W_OK | os.X_OK):
+            whole = inside
+        elif self.run is not None:
+            whole = Path(ELSEWHERE[added], f"{self.run.resolve().name}-{self.step}")
+        elif self.folder is not None:
+            whole = Path(ELSEWHERE[added], "-".join(self.folder.resolve().parts[-2:]))
+        else:
+            whole = Path(ELSEWHERE[added], self.model.replace("/", "--"))
         return whole if limit is None else whole / f"limit_{limit}"
 
-    def _whole(self, added: str) -> Path:
-        if self.folder is not None:
-            inside = self.folder / added
-            if os.access(inside if inside.exists() else self.folder, os.W_OK | os.X_OK):
-                return inside
-        if self.run is not None:
-            name = f"{self.run.resolve().name}-{self.step}"
-        elif self.folder is not None:
-            name = "-".join(self.folder.resolve().parts[-2:])
-        else:
-            name = self.model.replace("/", "--")
-        return Path(ELSEWHERE[added], name)
-
     def identity(self) -> str:
-        """A hash of its files; on the hub, the commit.
+        """A hash of the model's files; on the hub, the commit.
 
         Raises CheckpointNotFound if a file differs from COMMITTED.
         """
         if self.folder is None:
             return f"{self.model}@{pretrained.commit(self.model)}"
-        files = {path.name: path for path in sorted(Path(self.model).iterdir()) if path.is_file()}
         if self.has_checksums:
-            # Sizes first, which is instant: a file may have grown too large to read.
-            self._require({name: path.stat().st_size for name, path in files.items()}, "bytes")
+            self.verify(HF)
+            digests = {Path(name).name: digest for name, (_, digest) in recorded(self.folder, f"{HF}/")[1].items()}
         else:
             try:
                 pretrained.require_files(Path(self.model))
             except pretrained.BrokenModel as error:
                 raise CheckpointNotFound(str(error)) from error
-        with ThreadPoolExecutor(DIGEST_THREADS) as pool:
-            digests = dict(zip(files, pool.map(file_digest, files.values()), strict=True))
-        if self.has_checksums:
-            self._require(digests, "xxh3_128")
+            files = [path for path in Path(self.model).iterdir() if path.is_file()]
+            with ThreadPoolExecutor(HASH_THREADS) as pool:
+                digests = dict(zip((path.name for path in files), pool.map(file_digest, files), strict=True))
         return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
 
-    def _require(self, found: Mapping[str, object], entry: str) -> None:
-        """Raises CheckpointNotFound if `found` of each file differs from `entry` in COMMITTED."""
+    def verify(self, inside: str) -> None:
+        """Raises CheckpointNotFound if a file in the folder `inside` of the checkpoint differs from COMMITTED."""
         assert self.folder is not None
-        remedy = "give another one"
-        committed = read_json(self.folder / COMMITTED, CheckpointNotFound, remedy)
-        try:
-            files = committed["files"].items()
-            wanted = {Path(n).name: e[entry] for n, e in files if n.startswith(f"{HF}/")}
-        except (KeyError, TypeError, AttributeError) as error:
-            raise CheckpointNotFound(f"{self.folder / COMMITTED} is damaged: {remedy}") from error
-        if wrong := sorted(n for n in wanted.keys() | found.keys() if wanted.get(n) != found.get(n)):
-            raise CheckpointNotFound(
-                f"checkpoint {self} is damaged: {', '.join(f'{HF}/{name}' for name in wrong)} differs from {COMMITTED};"
-                f" {remedy}"
-            )
+        if wrong := problems(self.folder, self.step, f"{inside}/"):
+            raise CheckpointNotFound(f"checkpoint {self} is damaged: {'; '.join(wrong)}; give another one")
 
 
 def unreadable(checkpoint: Checkpoint, error: Exception) -> str:
@@ -140,15 +119,6 @@ def unreadable(checkpoint: Checkpoint, error: Exception) -> str:
         f"checkpoint={checkpoint} is not a local folder, and no model of that name can be read from the hub"
         f" ({reason}): give the folder of a run, a checkpoint or an {HF}/ folder, or the name of a model on the hub"
     )
-
-
-def file_digest(path: Path) -> str:
-    """xxh3_128 of a file in hex, as recorded in COMMITTED."""
-    digest = xxhash.xxh3_128()
-    with regular.to_read(path) as file:
-        while piece := file.read(1 << 24):
-            digest.update(piece)
-    return digest.hexdigest()
 
 
 def locate(name: str) -> Checkpoint:
@@ -166,13 +136,12 @@ def _located(name: str) -> Checkpoint:
             raise CheckpointNotFound(_missing(name))
         return Checkpoint(name, None, None, None)
     if (path / CHECKPOINTS).is_dir():
-        steps = {int(m[1]): p for p in (path / CHECKPOINTS).iterdir() if (m := re.fullmatch(STEP, p.name))}
-        whole = [step for step, folder in steps.items() if (folder / COMMITTED).is_file()]
+        whole = [f for f in by_step((path / CHECKPOINTS).iterdir()).values() if (f / COMMITTED).is_file()]
         if not whole:
             raise CheckpointNotFound(
                 f"checkpoint={name} is a run without a complete checkpoint: continue its training first"
             )
-        return _of_run(steps[max(whole)])
+        return _of_run(whole[-1])
     if (path / HF).is_dir():
         if not (path / COMMITTED).is_file():
             raise CheckpointNotFound(f"checkpoint={name} was not saved completely: it has no {COMMITTED} file")
@@ -199,8 +168,8 @@ def not_found(name: str | None) -> list[str]:
 
 
 def text_mistakes(text: str | None, models: Iterable[tuple[str, str]]) -> list[str]:
-    """Mistakes in `models`, (key, name) each: names that refer to no model, and models without text, that is without
-    the file `text` or, if that is None, without a run's held-out text."""
+    """Mistakes in the file `text` and in `models`, (key, name) each: a name may refer to no model, and without `text`
+    every model must belong to a run, whose held-out text is used."""
     found = []
     if text is not None and not Path(text).expanduser().is_file():
         found.append(f"text={text} is not a file: it should be {TEXTS}")

@@ -1,8 +1,8 @@
 """Metrics of training steps: summed on the device, reduced over ranks, and written as rows of metrics.jsonl.
 
 A row holds the values of one step over the global batch. The numbers are reduced and copied asynchronously, and read
-while the next step is running, so that logging never stalls the device. A rank's request to stop is reduced with them,
-so that all ranks see it at the same step.
+while the next step is running, so that logging never stalls the device. A rank's request to stop is reduced with the
+numbers, so that all ranks see the request at the same step.
 """
 
 import itertools
@@ -11,6 +11,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,63 +39,58 @@ from sparsellm.system.files import unused, write_whole
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}  # dense bfloat16, by GPU name (DESIGN §6)
 
 METRICS = "metrics.jsonl"
-NAMED = "validation_ce/"  # prefix of a data.mix source's name: the key of its held-out cross entropy
-LONGEST_ROW = 1 << 24  # bytes; a row of 100 layers has about 10,000. What follows a longer line is not read
+NAMED = "validation_ce/"  # the key validation_ce/NAME is the held-out cross entropy of the data.mix source NAME
+LONGEST_ROW = 1 << 24  # bytes; a row of 100 layers has about 10,000. `history` stops reading at a longer line
 NAMED_PROBLEMS = 3  # most problems listed for a damaged file
 
 
 def mfu(tokens_per_s: float, model: ModelConfig, sequence_length: int, peak: float) -> float:
-    """Model FLOP utilisation (DESIGN §6); `peak` is the FLOP/s of all devices together. Sparse layers count as
-    dense."""
+    """Model FLOP utilisation (DESIGN §6), with sparse layers counted as dense. `peak`: FLOP/s of all devices."""
     multiplied = parameters(model) - embedding_weights(model) + model.vocab_size * model.hidden_size
     attention = model.num_layers * sequence_length * model.num_heads * model.head_width
     return tokens_per_s * (6 * multiplied + 6 * attention) / peak
 
 
+def peak_flops(device: torch.device) -> float | None:
+    """The peak FLOP/s of `device`; None if unknown."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((flops for gpu, flops in PEAK_FLOPS.items() if gpu in name), None)
+
+
 class StepSums:
-    """The sums of one optimizer step over this rank's micro-batches, on the device."""
+    """The sums of one optimizer step over this rank's micro-batches, on the device; None before the first micro-batch.
 
-    # None before the first micro-batch. All except `ce` are also None without a ReLU.
-    l1: Any
-    nnz: Any
-    fired: Any
-    wide_segments: Any
-    rest_calls: Any
-    union: Any
+    `kl` is also None without a teacher, and all sums except `ce` and `kl` are also None without a ReLU.
+    """
 
-    def __init__(self) -> None:
-        self.ce: Any = None
-        self.kl: Any = None  # also None without a teacher
-        self.l1 = self.nnz = self.fired = self.wide_segments = self.rest_calls = self.union = None
-        self.fullest: Any = None  # float64 [L]: the largest nonzeros per token of a micro-batch
+    ce: Any = None  # float64, like kl and l1
+    kl: Any = None
+    l1: Any = None
+    nnz: Any = None
+    fired: Any = None
+    wide_segments: Any = None
+    rest_calls: Any = None
+    union: Any = None
+    fullest: Any = None  # float64 [L]: the largest nonzeros per token of a micro-batch
 
     def add(self, out: DecoderOutput, tokens: int) -> None:
         """Add the output of a micro-batch of `tokens` tokens."""
-        fullest: Any = None if out.nnz is None else out.nnz.double() / tokens
-        if self.ce is None:
-            self.ce = out.ce.detach().double()
-            self.kl = None if out.kl is None else out.kl.detach().double()
-            if out.l1 is not None:
-                self.l1, self.nnz = out.l1.detach().double(), out.nnz
-                self.fired, self.union = out.fired, out.union
-                self.wide_segments, self.rest_calls = out.wide_segments, out.rest_calls
-                self.fullest = fullest
-            return
-        self.ce += out.ce.detach()
-        if out.kl is not None:
-            self.kl += out.kl.detach()
-        if out.l1 is not None:
-            self.l1 += out.l1.detach()
-            self.nnz += out.nnz
-            self.fired |= out.fired
-            self.wide_segments += out.wide_segments
-            self.rest_calls += out.rest_calls
-            self.union += out.union
-            self.fullest = torch.maximum(self.fullest, fullest)
+        for name in ("ce", "kl", "l1"):
+            value = getattr(out, name)
+            self._combine(name, None if value is None else value.detach().double(), torch.add)
+        for name in ("nnz", "wide_segments", "rest_calls", "union"):
+            self._combine(name, getattr(out, name), torch.add)
+        self._combine("fired", out.fired, torch.logical_or)
+        self._combine("fullest", None if out.nnz is None else out.nnz.double() / tokens, torch.maximum)
+
+    def _combine(self, name: str, value: Tensor | None, combine: Callable[[Tensor, Tensor], Tensor]) -> None:
+        if value is not None:
+            total = getattr(self, name)
+            setattr(self, name, value if total is None else combine(total, value))
 
 
 class StepClock:
-    """Times a step, starting when its data is requested. On a GPU it uses CUDA events, which include idle time."""
+    """Times a step from the request for its data to its end. CUDA events time a step on a GPU, including idle time."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
@@ -128,23 +124,21 @@ class StepReport:
     """The reduced numbers of one step, possibly still in flight; `read` waits for them."""
 
     known: dict[str, Any]  # values that are already on the host, by row key
-    layers: int
-    # float64 on the host: ce, stop, kl, grad_norm, skipped, skipped_in_row, then per layer l1, nnz, wide_segments,
-    # rest_calls, dead, reinitialized
-    sums: Tensor
+    shapes: dict[str, torch.Size]  # of the fields of StepValues in `numbers`
+    numbers: Tensor  # float64 on the host: the fields in the order of `shapes`, flattened and concatenated
     copied: torch.cuda.Event | None
     clock: StepClock
 
     def read(self) -> "StepValues":
         if self.copied is not None:
             self.copied.synchronize()
-        ce, stop, kl, grad_norm, skipped, skipped_in_row, *rest = self.sums.tolist()
-        per_layer: list[Any] = [rest[i * self.layers : (i + 1) * self.layers] or None for i in range(6)]
-        return StepValues(  # type: ignore[misc]  # mypy does not know the list's length
-            self.known, ce, stop > 0, grad_norm, int(skipped), int(skipped_in_row), *per_layer,
-            seconds=self.clock.seconds(), peak_memory=self.clock.peak_memory, data_wait=self.clock.data_wait,
-            kl=kl,
-        )  # fmt: skip
+        pieces = self.numbers.split([shape.numel() for shape in self.shapes.values()])
+        found: dict[str, Any] = {
+            name: piece.view(shape).tolist() for (name, shape), piece in zip(self.shapes.items(), pieces, strict=True)
+        }
+        found |= {"stop": found["stop"] > 0, **{key: int(found[key]) for key in ("skipped", "skipped_in_row")}}
+        clock = self.clock
+        return StepValues(self.known, clock.seconds(), clock.peak_memory, clock.data_wait, **found)
 
 
 @dataclass
@@ -152,22 +146,23 @@ class StepValues:
     """The numbers of one step over the whole global batch, on the host."""
 
     known: dict[str, Any]
-    ce: float  # sum over tokens, in nats
-    stop: bool  # some rank was asked to stop
-    grad_norm: float
-    skipped: int  # non-finite steps so far
-    skipped_in_row: int
-    l1: list[float] | None  # per layer: sum of |h|
-    nnz: list[float] | None  # per layer
-    wide_segments: list[float] | None  # per layer, like the next: see FeedForwardOutput
-    rest_calls: list[float] | None
-    dead: list[float] | None
-    reinitialized: list[float] | None  # so far
     # The next three are measured on this rank (StepClock); rows have the main rank's values.
     seconds: float  # of the whole step, including the wait for data
     peak_memory: int | None  # bytes, the largest allocation during the step
     data_wait: float  # seconds
+    ce: float  # sum over all ranks' tokens, in nats
     kl: float  # sum over all ranks' tokens, in nats; 0 without a teacher
+    stop: bool  # some rank was asked to stop
+    grad_norm: float
+    skipped: int  # non-finite steps so far
+    skipped_in_row: int
+    # Per layer; None without a ReLU. `reinitialized` counts from the start of the run, and is also None if disabled.
+    l1: list[float] | None = None  # sum of |h|
+    nnz: list[float] | None = None
+    wide_segments: list[float] | None = None  # see FeedForwardOutput
+    rest_calls: list[float] | None = None  # see FeedForwardOutput
+    dead: list[float] | None = None
+    reinitialized: list[float] | None = None
 
 
 def reduce_step(
@@ -186,22 +181,28 @@ def reduce_step(
     [L, N], already reduced, or None without a ReLU. `reinitialized`: int64 [L], the same on all ranks, or None if
     disabled.
     """
-    ce = sums.ce
-    kl = torch.zeros_like(ce) if sums.kl is None else sums.kl
-    summed = [ce.reshape(1), torch.full_like(ce, float(stop)).reshape(1), kl.reshape(1)]
-    if sums.l1 is not None:
-        summed += [sums.l1, *(each.double() for each in (sums.nnz, sums.wide_segments, sums.rest_calls))]
-    total = torch.cat(summed)
+    summed = {
+        "ce": sums.ce, "stop": torch.full_like(sums.ce, stop), "kl": sums.kl, "l1": sums.l1, "nnz": sums.nnz,
+        "wide_segments": sums.wide_segments, "rest_calls": sums.rest_calls,
+    }  # fmt: skip
+    if sums.kl is None:
+        summed["kl"] = torch.zeros_like(sums.ce)
+    names = ("grad_norm", "skipped", "skipped_in_row")
+    same: dict[str, Tensor | None] = dict(zip(names, optimizer_state, strict=True))
+    same["dead"] = None if silent_tokens is None else (silent_tokens >= dead_after_tokens).sum(1)
+    same["reinitialized"] = reinitialized
+    total = _packed(summed)
     dist.all_reduce(total)
-    same = torch.stack([value.double() for value in optimizer_state])
-    dead = [] if silent_tokens is None else [(silent_tokens >= dead_after_tokens).sum(1).double()]
-    drawn = [] if reinitialized is None else [reinitialized.double()]
-    packed = torch.cat([total[:3], same, total[3:], *dead, *drawn])
-    return StepReport(known, 0 if sums.l1 is None else len(sums.l1), *to_host(packed), clock)
+    shapes = {name: value.shape for name, value in (summed | same).items() if value is not None}
+    return StepReport(known, shapes, *to_host(torch.cat([total, _packed(same)])), clock)
+
+
+def _packed(values: dict[str, Tensor | None]) -> Tensor:
+    return torch.cat([value.double().reshape(-1) for value in values.values() if value is not None])
 
 
 def to_host(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """Start copying to the host: (the copy, the event that marks its completion, or None if it is complete)."""
+    """Start copying `tensor` to the host: (the copy, the event that marks its completion; None on a CPU)."""
     if not tensor.is_cuda:
         return tensor, None
     on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
@@ -218,24 +219,17 @@ class HeldOut(NamedTuple):
     named: dict[str, float]  # cross entropy of each data.mix source
 
 
+@dataclass(frozen=True)
 class Rows:
     """Turns step values into rows: the same keys for all runs, null for missing values, never NaN."""
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        training: TrainingConfig,
-        sparsity: SparsityConfig,
-        distill: DistillConfig,
-        sources: list[str],
-        world_size: int,
-        device: torch.device,
-    ) -> None:
-        """`sources`: the names of data.mix."""
-        self.model, self.training, self.sparsity, self.distill = model, training, sparsity, distill
-        self.sources, self.world_size = sources, world_size
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-        self.peak_flops = next((flops for gpu, flops in PEAK_FLOPS.items() if gpu in name), None)
+    model: ModelConfig
+    training: TrainingConfig
+    sparsity: SparsityConfig
+    distill: DistillConfig
+    sources: list[str]  # the names of data.mix
+    world_size: int
+    device: torch.device
 
     def row(self, values: StepValues) -> dict[str, Any]:
         """The row of a step, without validation and evaluation."""
@@ -247,9 +241,8 @@ class Rows:
         loss = ce if distill.teacher is None else ce + distill.weight * distill.temperature**2 * kl
         nnz = None if values.nnz is None else [count / step_tokens for count in values.nnz]
         tokens_per_s = step_tokens / values.seconds
-        utilisation = self.peak_flops and mfu(
-            tokens_per_s, self.model, self.training.sequence_length, self.peak_flops * self.world_size
-        )
+        peak = peak_flops(self.device)
+        utilisation = peak and mfu(tokens_per_s, self.model, self.training.sequence_length, peak * self.world_size)
         row = {
             "step": values.known["step"],
             "tokens": values.known["tokens"],
@@ -324,27 +317,7 @@ class History(NamedTuple):
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _are_numbers(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_number, value))
-
-
-def _are_names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) for name in value)
-
-
-def _are_scores(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and "mean" in value
-        and all(score is None or _is_number(score) for score in value.values())
-    )
+    return type(value) in (int, float) and math.isfinite(value)
 
 
 # Validators for the values of keys, applied unless the value is null. Keys may be missing, except those in ALWAYS.
@@ -354,7 +327,7 @@ KINDS: dict[str, Callable[[Any], bool]] = {
             "step", "tokens", "val_tokens", "skipped_steps", "wide_segments", "rest_calls", "micro_batch_size",
             "peak_memory_bytes", "ffn_saved_bytes",
         ),
-        _is_count,
+        lambda value: type(value) is int and value >= 0,
     ),
     **dict.fromkeys(
         (
@@ -363,9 +336,14 @@ KINDS: dict[str, Callable[[Any], bool]] = {
         ),
         _is_number,
     ),
-    **dict.fromkeys(("nnz_per_layer", "dead_per_layer", "reinitialized_per_layer"), _are_numbers),
-    "plan_per_layer": _are_names,
-    "evaluation": _are_scores,
+    **dict.fromkeys(
+        ("nnz_per_layer", "dead_per_layer", "reinitialized_per_layer"),
+        lambda value: type(value) is list and all(map(_is_number, value)),
+    ),
+    "plan_per_layer": lambda value: type(value) is list and all(type(engine) is str for engine in value),
+    "evaluation": lambda value: type(value) is dict and "mean" in value and all(
+        score is None or _is_number(score) for score in value.values()
+    ),
 }  # fmt: skip
 ALWAYS = ("step",)
 # Keys that summaries and curves need in every row.
@@ -381,8 +359,8 @@ def history(
 ) -> History:
     """The rows of a metrics.jsonl, and its problems.
 
-    `saved`: the file's prefix at the checkpoint. `needed`: keys that every row must have. `layers`: the length of
-    lists. A missing file has no rows, and no problem unless rows had been saved.
+    `saved`: the extent of the file when a checkpoint was saved. `needed`: keys that every row must have. `layers`: the
+    length of lists. A missing file has no rows, and is a problem only if rows had been saved.
     """
     rows: list[dict[str, Any]] = []
     problems: list[str] = []
@@ -444,20 +422,15 @@ def telling(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
     Rows that lack keys, which run.skip_damaged keeps, are left out.
     """
-    last: dict[str, dict[str, Any]] = {}
-    for row in rows:
-        if all(key in row for key in IN_EVERY_ROW):
-            last["row"] = row
-            if row["val_ce"] is not None:
-                last["val_ce"] = row
-            if row["evaluation"]:
-                last["evaluation"] = row
-    return sorted({row["step"]: row for row in last.values()}.values(), key=lambda row: row["step"])
+    complete = [row for row in rows if all(key in row for key in IN_EVERY_ROW)]
+    validated = [row for row in complete if row["val_ce"] is not None]
+    evaluated = [row for row in complete if row["evaluation"]]
+    last = {row["step"]: row for row in (*complete[-1:], *validated[-1:], *evaluated[-1:])}
+    return sorted(last.values(), key=lambda row: row["step"])
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl, without a last line truncated by a kill and, with a warning, without damaged
-    lines."""
+    """The rows of a metrics.jsonl. Warns of damaged lines and skips them, and skips a last line cut off by a kill."""
     found = history(path)
     if found.problems:
         warn(f"{found.report(path)}; these lines are skipped")
@@ -467,8 +440,8 @@ def read(path: Path) -> list[dict[str, Any]]:
 class MetricsFile:
     """metrics.jsonl, truncated after the rows up to `last_step`: a resumed run writes the later rows again.
 
-    Rows that cannot be written, because the disk is full, are kept in memory and retried with the next row. `telling`:
-    the rows that a model card uses; another thread may read them.
+    Rows that cannot be written, because the disk is full, are kept in memory and retried with the next row. The list
+    `telling` has the rows that a model card uses; another thread may read this list.
     """
 
     def __init__(self, path: Path, last_step: int, saved: Saved | None = None, skip_damaged: bool = False) -> None:
@@ -480,8 +453,11 @@ class MetricsFile:
         self.path = path
         found = history(path, saved)
         kept = [row for row in found.rows if row["step"] <= last_step]
-        content = _content(path, saved)
-        if content is None:
+        content = b""
+        if saved is not None:
+            with suppress(FileNotFoundError), regular.to_read(path) as file:
+                content = file.read(min(saved.bytes, os.fstat(file.fileno()).st_size))
+        if saved is not None and xxhash.xxh3_64_hexdigest(content) != saved.xxh3:
             what = found.report(path)
             if not skip_damaged:
                 raise MetricsError(
@@ -500,11 +476,11 @@ class MetricsFile:
         self._file = regular.to_write(path, "r+b", buffering=0)
         self._bytes, self._digest = len(content), xxhash.xxh3_64(content)  # of the content written so far
         self.telling = telling(kept)
-        self._waiting: list[bytes] = []  # rows that could not be written yet
+        self.waiting: list[bytes] = []  # rows that could not be written yet
 
     def write(self, row: dict[str, Any]) -> None:
         """Raises OSError if the file cannot be written; `sync` or the next `write` then retries the row."""
-        self._waiting.append(_line(row))
+        self.waiting.append(_line(row))
         self.telling = telling([*self.telling, row])
         self._flush()
 
@@ -520,11 +496,6 @@ class MetricsFile:
         except FileNotFoundError:
             return True
 
-    @property
-    def waiting(self) -> int:
-        """The number of rows not written yet."""
-        return len(self._waiting)
-
     def saved(self) -> Saved:
         return Saved(self._bytes, self._digest.hexdigest())
 
@@ -532,8 +503,8 @@ class MetricsFile:
         self._file.close()
 
     def _flush(self) -> None:
-        while self._waiting:
-            line = self._waiting[0]
+        while self.waiting:
+            line = self.waiting[0]
             self._file.seek(self._bytes)
             written = 0
             try:
@@ -542,22 +513,10 @@ class MetricsFile:
             except OSError:
                 self._file.truncate(self._bytes)  # no partial row
                 raise
-            del self._waiting[0]
+            del self.waiting[0]
             self._bytes += len(line)
             self._digest.update(line)
 
 
 def _line(row: dict[str, Any]) -> bytes:
     return (json.dumps(row, allow_nan=False) + "\n").encode()
-
-
-def _content(path: Path, saved: Saved | None) -> bytes | None:
-    """The bytes of the file when a checkpoint was saved; None if they are damaged or missing."""
-    if saved is None:
-        return b""
-    try:
-        with regular.to_read(path) as file:
-            content: bytes = file.read(min(saved.bytes, os.fstat(file.fileno()).st_size))
-    except FileNotFoundError:
-        content = b""
-    return content if xxhash.xxh3_64_hexdigest(content) == saved.xxh3 else None

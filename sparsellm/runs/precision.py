@@ -21,7 +21,7 @@ def default_on(device: str) -> str:
 
 
 def obstacle(kernels: Kernels, device: str) -> str | None:
-    """Why feedforward layers run in PyTorch whatever the model is, if they do."""
+    """Why the feedforward layers of every model run in PyTorch; None if kernels may run them."""
     if kernels == Kernels.torch:
         return "kernels=torch"
     return "they need a CUDA GPU" if device == "cpu" and not kernels.demanded else None
@@ -41,8 +41,8 @@ def computed_in(asked: Dtype, checkpoint: Checkpoint) -> tuple[torch.dtype, str]
 
 
 def computation(dtype: torch.dtype, why: str, obstacle: str | None, kernels: str | None = None) -> str:
-    """The line that says how a command computes a model. `obstacle`: why feedforward layers run in PyTorch; None: they
-    run on `kernels`, by default those that this process has loaded."""
+    """The line that says how a command computes a model. `obstacle`: why feedforward layers run in PyTorch; None if
+    they run on `kernels`, whose default is the kernels that this process has loaded."""
     kernels = kernels or backend.loaded()
     engines = f"none ({obstacle})" if obstacle else f"{kernels} (available on this GPU)"
     return f"dtype {dtype_name(dtype)} ({why}), kernels {engines}"
@@ -60,37 +60,34 @@ def load_float32(checkpoint: Checkpoint) -> tuple[ModelConfig, Activation, dict[
     # These take a second to import, which most commands need not wait for.
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    from sparsellm.runs.checkpoint import problems
     from sparsellm.runs.snapshot import MODEL_PREFIX
     from sparsellm.runs.state_reader import StateReader
 
     if not checkpoint.has_checksums or pretrained.stored_dtype(checkpoint.model) == torch.float32:
         return conversion.load(checkpoint.model)
-    assert checkpoint.folder is not None  # it has checksums
+    assert checkpoint.folder is not None  # because the checkpoint has checksums
     state = checkpoint.folder / STATE
     if not state.is_dir():
         if is_main_rank():
             warn(f"{checkpoint} has no {STATE}/: its weights are those of {HF}/, which are rounded to bfloat16")
         return conversion.load(checkpoint.model)
-    if wrong := problems(checkpoint.folder, checkpoint.step, f"{STATE}/"):
-        raise CheckpointNotFound(f"checkpoint {checkpoint} is damaged: {'; '.join(wrong)}; give another one")
+    checkpoint.verify(STATE)
     config, activation = conversion.architecture(checkpoint.model)
     reader = StateReader(state)
     weights = {
-        each: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for each, entry in reader.read_metadata().state_dict_metadata.items()
-        if each.startswith(MODEL_PREFIX) and isinstance(entry, TensorStorageMetadata)
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in reader.described().items()
+        if name.startswith(MODEL_PREFIX)
     }
     try:
         with warnings.catch_warnings(action="ignore"):  # torch warns about loading in a single process
             dcp.load(weights, storage_reader=reader, no_dist=True)
-    except CheckpointException as error:  # a BaseException that wraps the errors of ranks, which may be interrupts
+    except CheckpointException as error:  # a BaseException that wraps the exceptions of ranks, also interrupts
         for reason, _ in error.failures.values():
             if isinstance(reason, KeyboardInterrupt):
                 raise reason from None
         raise CheckpointNotFound(f"checkpoint {checkpoint} cannot be read: {error}; give another one") from error
     if broken := pretrained.not_finite(weights):
         raise CheckpointNotFound(f"checkpoint {checkpoint} has values that are not finite in {', '.join(broken[:4])}")
-    return config, activation, {each.removeprefix(MODEL_PREFIX): weight for each, weight in weights.items()}
+    return config, activation, {name.removeprefix(MODEL_PREFIX): weight for name, weight in weights.items()}

@@ -10,7 +10,7 @@ import torch
 from sparsellm.config import Activation, Config, L1Normalization, ModelConfig, SparsityConfig, l1_coefficient_as
 from sparsellm.distributed.groups import Ranks
 from sparsellm.hf import pretrained
-from sparsellm.runs import folder as run_folder
+from sparsellm.runs import layout
 from sparsellm.runs.layout import COMMITTED, LOSS_PLOT, PLOTS, STATE, VALUES
 from sparsellm.runs.metrics import IN_EVERY_ROW, METRICS, NAMED, Saved, history
 from sparsellm.runs.wandb_record import sync_command
@@ -65,7 +65,7 @@ def _device(ranks: Ranks) -> str:
     if ranks.device.type == "cuda":
         return f"{ranks.world_size} x {torch.cuda.get_device_name(ranks.device)}"
     threads = torch.get_num_threads()
-    return f"{ranks.world_size} x CPU, {threads} thread{'' if threads == 1 else 's'}{' each' * (ranks.world_size > 1)}"
+    return f"{ranks.world_size} x CPU, {threads} thread{'s' * (threads > 1)}{' each' * (ranks.world_size > 1)}"
 
 
 def to_upload(folder: Path) -> list[str]:
@@ -77,7 +77,10 @@ def to_upload(folder: Path) -> list[str]:
 def summary(
     model: ModelConfig, sparsity: SparsityConfig, sources: list[str], rows: list[dict[str, Any]], folder: Path
 ) -> str:
-    """A few lines: losses, nonzeros, throughput, coefficient, and where everything is. `sources`: names of data.mix."""
+    """A few lines: losses, nonzeros, throughput, L1 coefficient, and where the run's files are.
+
+    `sources`: the names of data.mix.
+    """
     first, last = rows[0], rows[-1]
     speed = sorted(row["tokens_per_s"] for row in rows)[len(rows) // 2]
 
@@ -111,7 +114,7 @@ def summary(
     lines["throughput"] = f"{speed:,.0f} tokens/s (median of logged steps)"
     if last["skipped_steps"]:
         lines["skipped"] = f"{last['skipped_steps']} non-finite steps"
-    lines["checkpoint"] = f"{run_folder.checkpoint(folder, last['step']) / 'hf'}  (for transformers)"
+    lines["checkpoint"] = f"{layout.checkpoint(folder, last['step']) / 'hf'}  (for transformers)"
     lines["plots"] = str(folder / PLOTS)
     title = f"{folder.name}: {last['step']:,} steps, {last['tokens']:,} tokens"
     return "\n".join([title, *(aligned(*line) for line in lines.items()), *to_upload(folder)])
@@ -119,7 +122,7 @@ def summary(
 
 def finish(config: Config, folder: Path) -> str:
     """Draw the plots of the run in `folder`, and return its summary."""
-    checkpoint = run_folder.checkpoint(folder, config.training.steps)
+    checkpoint = layout.checkpoint(folder, config.training.steps)
     found = history(folder / METRICS, saved_rows(checkpoint), IN_EVERY_ROW, config.model.num_layers)
     damage = []
     if found.problems:
@@ -155,20 +158,18 @@ def saved_rows(checkpoint: Path) -> Saved | None:
     """The extent of metrics.jsonl when `checkpoint` was saved; None if the checkpoint does not record it."""
     try:
         saved = Saved(**json.loads(regular.content(checkpoint / STATE / VALUES))["metrics"])
-    except (OSError, ValueError, KeyError, TypeError):  # there is none, or it is damaged
+    except (OSError, ValueError, KeyError, TypeError):  # values.json is missing or damaged
         return None
     return saved if isinstance(saved.bytes, int) else None
 
 
-def sample(hf_folder: Path, prompt: str, new_tokens: int, seed: int = 0) -> str:
+def sample(hf_folder: Path, prompt: str, new_tokens: int) -> str:
     """Text generated from an exported checkpoint by transformers on the CPU, with top-k 50 and temperature 0.8."""
-    import torch
-
     model = pretrained.read_model(hf_folder)
     tokenizer = pretrained.read_tokenizer(hf_folder, model.config.vocab_size)
     inputs = tokenizer(prompt, return_tensors="pt")
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         tokens = model.generate(
             inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=new_tokens, do_sample=True,
             top_k=50, temperature=0.8, pad_token_id=model.config.eos_token_id,

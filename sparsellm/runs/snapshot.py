@@ -1,10 +1,10 @@
 """Writes the tensors of a checkpoint: what each rank copies to the host and writes through DCP.
 
-    a whole tensor        the same on all ranks: one rank copies and writes it; the main rank writes the model's
-    a sharded tensor      (DTensor): each rank writes its own shard; of shards replicated over nodes, the first node's
+A whole tensor is the same on all ranks, so one rank copies and writes it; the main rank writes the model's. Of a
+sharded tensor (DTensor), each rank writes its own shard; if shards are replicated over nodes, the first node writes.
 
-The main rank exports the model as one file. It reads a sharded model's weights back from what the ranks have written,
-so that no GPU ever holds all of them.
+The main rank exports the model as one file. It reads the weights of a sharded model back from the files that the ranks
+have written, so that no GPU ever holds all weights.
 """
 
 from pathlib import Path
@@ -22,18 +22,17 @@ MODEL_PREFIX = "model."
 
 
 def own_copies(tensors: dict[str, torch.Tensor], ranks: Ranks) -> dict[str, torch.Tensor]:
-    """CPU copies of what this rank writes, whole tensors or its shards, by name. Synchronize before reading."""
+    """CPU copies of the whole tensors and shards that this rank writes, by name. Synchronize before reading them."""
     whole = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
     shards = {name: _own_shard(tensor) for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
-    return {name: to_host(whole[name]) for name in _share(whole, ranks)} | {
-        name: to_host(shard) for name, shard in shards.items() if shard is not None
-    }
+    own = {name: whole[name] for name in _share(whole, ranks)} | shards
+    return {name: to_host(tensor) for name, tensor in own.items() if tensor is not None}
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A CPU copy. From a GPU it is asynchronous, into pinned memory: synchronize before reading.
+    """A CPU copy. The copy from a GPU is asynchronous, into pinned memory: synchronize before reading it.
 
-    The first save pins the memory (6.1 GB on an H200: 5.7 s); torch caches it, and later saves take 0.1 s.
+    The first save pins the memory (6.1 GB on an H200: 5.7 s). torch caches pinned memory, so later saves take 0.1 s.
     """
     if tensor.device.type == "cpu":
         return tensor.detach().clone()
@@ -48,7 +47,8 @@ def write(
     `shards`: the sharded tensors of which `copies` are shards; their values may have changed since the copy.
     Collective on `ranks.checkpoint_group`. Raises DCP's CheckpointException on all ranks.
     """
-    # No copying ahead, which is for GPU tensors: it would open a context on GPU 0 in every rank's thread.
+    # per_thread_copy_ahead=0, because copying ahead, which is for GPU tensors, would open a context on GPU 0 in the
+    # writing thread of every rank.
     writer = dcp.FileSystemWriter(state, per_thread_copy_ahead=0, overwrite=False)
     described = {name: shards.get(name, copy) for name, copy in copies.items()}
     dcp.save(described, storage_writer=writer, planner=_FromCopies(copies), process_group=ranks.checkpoint_group)
@@ -71,10 +71,12 @@ class _FromCopies(dcp.DefaultSavePlanner):
 
 
 def _own_shard(tensor: DTensor) -> torch.Tensor | None:
-    """This rank's shard, if it exists and this rank is the one to write it."""
-    places = zip(cast(list[int], tensor.device_mesh.get_coordinate()), tensor.placements, strict=True)
+    """This rank's shard; None if the shard is empty, or if another rank writes it."""
+    coordinates = cast(list[int], tensor.device_mesh.get_coordinate())
     shard = tensor.to_local()
-    written_by_another = any(placement.is_replicate() and at > 0 for at, placement in places)
+    written_by_another = any(
+        placement.is_replicate() and at > 0 for at, placement in zip(coordinates, tensor.placements, strict=True)
+    )
     return None if written_by_another or shard.numel() == 0 else shard
 
 
@@ -85,9 +87,10 @@ def _share(tensors: dict[str, torch.Tensor], ranks: Ranks) -> list[str]:
     """
     load = [0] * ranks.world_size
     mine = []
-    by_size = sorted(tensors, key=lambda name: (-tensors[name].nbytes, name))
-    # The main rank needs the model's weights for the export, so it writes them too; the rest is balanced around that.
-    for name in sorted(by_size, key=lambda name: not name.startswith(MODEL_PREFIX)):
+    # The main rank needs the model's weights for the export, so it also writes them. The other tensors are distributed
+    # such that every rank writes about as many bytes.
+    order = sorted(tensors, key=lambda name: (not name.startswith(MODEL_PREFIX), -tensors[name].nbytes, name))
+    for name in order:
         owner = 0 if name.startswith(MODEL_PREFIX) else load.index(min(load))
         load[owner] += tensors[name].nbytes
         if owner == ranks.rank:

@@ -1,8 +1,8 @@
 """Reads a checkpoint's state/ through torch.distributed.checkpoint (DCP) without executing anything in it.
 
-DCP stores tensors in files that torch reads with weights_only, and describes them in `.metadata`, a pickle, which could
-call any Python function. Here it may refer only to the classes that describe tensors (NAMES), which are plain data.
-BytesStorageMetadata is not among them: DCP would unpickle the bytes that it refers to.
+DCP stores tensors in files that torch reads with weights_only, and describes the tensors in `.metadata`, a pickle,
+which could call any Python function. Here a pickle may refer only to the classes that describe tensors (NAMES), which
+are plain data. BytesStorageMetadata is not in NAMES: DCP would unpickle the bytes that such an entry refers to.
 """
 
 import pickle
@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from sparsellm.system.errors import SparsellmError
 
@@ -45,6 +45,11 @@ class StateReader(FileSystemReader):
             if info.relative_path != Path(info.relative_path).name or info.transform_descriptors:
                 _refuse(path, f"refers to {info.relative_path!r}, which is not a file in its folder")
         return metadata
+
+    def described(self) -> dict[str, TensorStorageMetadata]:
+        """Dtype and size of each tensor, by name. Raises StateRefused."""
+        entries = self.read_metadata().state_dict_metadata.items()
+        return {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
 
 
 class _Unpickler(pickle.Unpickler):

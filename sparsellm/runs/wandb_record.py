@@ -1,15 +1,16 @@
 """A run's record in Weights & Biases: the rows of metrics.jsonl, figures, and evaluations of checkpoints.
 
-A run has one record, whose id is in its folder. Each start of training, and each evaluation, adds to it: online as it
-goes; offline in a separate folder, wandb/offline-run-*, which `wandb sync` uploads. Given a run's wandb/ folder, `wandb
-sync` (0.31) uploads all offline folders that are not uploaded yet, merging those with the same id, in the order of
-their starts, into one record.
+A run has one record; the record's id is in the run's folder. Each start of training, and each evaluation, adds to the
+record: online at once; offline in a separate folder, wandb/offline-run-*, which `wandb sync` uploads. Given a run's
+wandb/ folder, `wandb sync` (0.31) uploads all offline folders that are not uploaded yet, and merges those with the same
+id, in the order of their starts, into one record.
 
 wandb writes rows to disk every 15 seconds. A run that was killed sooner leaves a file with only a header, which makes
 `wandb sync` refuse the whole folder; the next start removes such empty files.
 
 On a full disk wandb (0.31) silently drops rows, and keeps dropping them once there is space again. The only symptom is
-a file that stops growing: this is reported once, and training continues, because metrics.jsonl has every row.
+that wandb's file stops growing. A message reports the symptom once, and training continues, because metrics.jsonl has
+every row.
 
 No failure of wandb ends a command or delays it by more than about ten seconds. A start that fails online is retried
 offline. If the server fails later, wandb still writes every row to a file in the run's folder, and a line at the end
@@ -40,7 +41,7 @@ from sparsellm.hf.card import without_folders
 from sparsellm.runs.checkpoint import spelled
 from sparsellm.runs.metrics import METRICS
 from sparsellm.system import regular
-from sparsellm.system.console import say, warn
+from sparsellm.system.console import warn
 from sparsellm.system.files import write_whole
 
 FOLDER = "wandb"  # in the run's folder
@@ -63,11 +64,11 @@ MODES = {
     "dryrun": WandbMode.offline, "disabled": WandbMode.disabled,
 }  # fmt: skip
 LEAST_FIRST = (WandbMode.disabled, WandbMode.offline, WandbMode.online)
-FATAL = b'"level":"ERROR+4"'  # in wandb's log of a run: it has given up uploading rows
+FATAL = b'"level":"ERROR+4"'  # in wandb's log of a run: wandb has given up uploading rows
 
 
 class WandbRun:
-    """Online with a key, otherwise offline; `place` says which and why. Without a record every method does nothing.
+    """A record: online with a key, otherwise offline; `status` says which and why. Without a record methods do nothing.
 
     No method raises wandb's exceptions or OSError: lost rows are reported once on stderr.
     """
@@ -77,23 +78,25 @@ class WandbRun:
         self._run: Any = None  # wandb's run object
         self._lacking = False  # whether lost rows were reported
         self._bytes = 0  # size of the record when last checked
-        self._given: float | None = None  # time of the first row logged since then
+        self._waiting_since: float | None = None  # time of the first row logged since the size changed
         mode, why = chosen_mode(config.logging.wandb)
-        where = mode.name
+        self.status = mode.name + why
         if mode != WandbMode.disabled:
-            where = self._start(mode, partial(_init, config.logging, config.run.name, to_dict(config), folder))
-        self.place = where + why
+            self.status = self._start(mode, partial(_init, config.logging, config.run.name, to_dict(config), folder))
+            self.status += why
 
     def _start(self, mode: WandbMode, begin: Callable[[str], Any]) -> str:
-        """Start the record with `begin(mode)`. Returns where it is, or why there is none.
+        """Start the record with `begin(mode)`. Returns where the record is, or why there is none.
 
-        The last attempt ignores wandb's environment variables, because one of them (such as WANDB_BASE_URL) may be
-        wrong.
+        The last attempt ignores wandb's environment variables, because a variable such as WANDB_BASE_URL may be wrong.
         """
         os.environ.setdefault("WANDB_SILENT", "true")
         # wandb reports its own errors and timings to its server, which can delay the end of a process by 20 s.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-        _have_a_home()
+        try:
+            Path.home()
+        except RuntimeError:  # wandb looks for settings there, but a user id without a passwd entry has no home
+            os.environ["HOME"] = tempfile.gettempdir()
         attempts = [("offline", False), ("offline", True)]
         if mode == WandbMode.online:
             attempts.insert(0, ("online", False))
@@ -101,7 +104,9 @@ class WandbRun:
         for attempt, bare in attempts:
             try:
                 with _environment(bare), _quiet_logging():
-                    if attempt == "online" and not _has_key():
+                    import wandb
+
+                    if attempt == "online" and not wandb.api.api_key:
                         why = ": there is no key (set WANDB_API_KEY, or run `wandb login`)"
                         continue
                     self._run = begin(attempt)
@@ -138,25 +143,20 @@ class WandbRun:
         """Add figures of the run after `step`, by file name."""
         if self._run is None:
             return
+        import wandb
 
-        def add() -> None:
-            import wandb
-
-            self._log(step, {f"plots/{path.stem}": wandb.Image(str(path)) for path in files})
-
-        self._attempt(add)
+        self._attempt(lambda: self._log(step, {f"plots/{path.stem}": wandb.Image(str(path)) for path in files}))
 
     def evaluation(self, step: int, scores: dict[str, float], table: str, tasks: dict[str, dict[str, Any]]) -> None:
         """Add an evaluation of the checkpoint at `step`: as a row, in the run's summary, and as a table.
 
-        `table`: its name. `tasks`: the values of each task; the table shows those of TABLE.
+        `table`: the table's name. `tasks`: the values of each task; the table has the columns TABLE.
         """
         if self._run is None:
             return
+        import wandb
 
         def add() -> None:
-            import wandb
-
             rows = [[name, *(values[key] for key in TABLE)] for name, values in tasks.items()]
             self._run.define_metric("evaluation/*", step_metric="evaluation/step")
             self._log(step, {"evaluation/step": step, **scores, table: wandb.Table(["task", *TABLE], rows)})
@@ -165,17 +165,18 @@ class WandbRun:
         self._attempt(add)
 
     def _log(self, step: int, values: dict[str, Any]) -> None:
-        """Log `values` at `step`, or at the last step if that is later, because an online record refuses earlier
-        rows."""
+        """Log `values` at `step`, or at the record's last step if that is later: online, rows must be in order."""
         self._run.log(values, step=max(step, self._run.step))
 
     def close(self, exit_code: int) -> None:
         """End the record. Waits at most a few seconds for the server to receive the rest."""
         if self._run is None:
             return
+        import wandb
+
         online, size = bool(self._run.url), self._size()
         failure = self._attempt(lambda: self._run.finish(exit_code=exit_code))
-        self._attempt(_end_service)  # writes the rest now, so that nothing can fail when the process ends
+        self._attempt(wandb.teardown)  # writes the rest now, so that nothing can fail when the process ends
         # wandb's own process may still be about to add at least the end of the run.
         deadline = time.monotonic() + FINISHING
         waits = failure is None and any((self.folder / FOLDER).glob("*run-*"))
@@ -200,11 +201,11 @@ class WandbRun:
         """Warn if the record has not grown for long although rows were logged."""
         size, now = self._size(), time.monotonic()
         if size != self._bytes:
-            self._bytes, self._given = size, None
-        if self._given is None:
-            self._given = now
-        elif now - self._given > PATIENCE:
-            self._say_lacking(f"its file has not grown for {now - self._given:.0f} s")
+            self._bytes, self._waiting_since = size, None
+        if self._waiting_since is None:
+            self._waiting_since = now
+        elif now - self._waiting_since > PATIENCE:
+            self._say_lacking(f"its file has not grown for {now - self._waiting_since:.0f} s")
 
     def _attempt(self, work: Callable[[], object]) -> Exception | None:
         """Call wandb through `work`, and report a failure once."""
@@ -227,16 +228,16 @@ class WandbRun:
             free = "its folder no longer exists"
             with suppress(OSError):
                 free = f"{spelled(shutil.disk_usage(self.folder).free)} free there"
-            say(f"sparsellm: {record}: it cannot be written ({why}; {free}). {kept}. Free some space")
+            warn(f"{record}: it cannot be written ({why}; {free}). {kept}. Free some space")
         else:
-            say(f"sparsellm: {record}: wandb failed ({_said(why)}). {kept}")
+            warn(f"{record}: wandb failed ({_said(why)}). {kept}")
 
 
 def chosen_mode(asked: WandbMode) -> tuple[WandbMode, str]:
-    """Where rows are recorded, and an explanation of the choice.
+    """Where rows are recorded, and why, if environment and configuration differ.
 
-    The environment belongs to the machine, which may have no internet access. So between environment and configuration,
-    the one that asks for less wins.
+    The environment belongs to the machine, which may have no internet access. So of environment and configuration, the
+    one that asks for less wins.
     """
     variable, value = "WANDB_MODE", os.environ.get("WANDB_MODE", "")
     if os.environ.get("WANDB_DISABLED", "").lower() in ("1", "true", "yes", "on"):
@@ -251,12 +252,6 @@ def chosen_mode(asked: WandbMode) -> tuple[WandbMode, str]:
     if found != asked:
         return asked, f": logging.wandb={asked.name} asks for less than {variable}={value} in the environment"
     return asked, ""
-
-
-def _has_key() -> bool:
-    import wandb
-
-    return bool(wandb.api.api_key)
 
 
 def _init(logging: LoggingConfig, name: str | None, values: dict[str, Any], folder: Path, mode: Any) -> Any:
@@ -278,30 +273,16 @@ def _init(logging: LoggingConfig, name: str | None, values: dict[str, Any], fold
         )  # fmt: skip
     except Exception:
         with suppress(Exception):
-            _end_service()  # it holds the id, which blocks another start (wandb 0.31)
+            wandb.teardown()  # wandb's service holds the id, which blocks another start (0.31)
         for left in set((folder / FOLDER).glob("*run-*")) - before:
             shutil.rmtree(left, ignore_errors=True)
         raise
 
 
-def _end_service() -> None:
-    import wandb
-
-    wandb.teardown()
-
-
-def _have_a_home() -> None:
-    """wandb looks for settings in the home directory, which a user id without a passwd entry may not have."""
-    try:
-        Path.home()
-    except RuntimeError:
-        os.environ["HOME"] = tempfile.gettempdir()
-
-
 @contextmanager
 def _environment(bare: bool) -> Iterator[None]:
-    """Hide WANDB_MODE, which `chosen_mode` has read; with `bare`, hide all of wandb's variables except those set
-    here."""
+    """Hide WANDB_MODE, which `chosen_mode` has read; with `bare`, hide all of wandb's variables except those that
+    WandbRun sets."""
     kept = ("WANDB_SILENT", "WANDB_ERROR_REPORTING")
     hidden = {k: v for k, v in os.environ.items() if k.startswith("WANDB_") and (bare or k == "WANDB_MODE")}
     hidden = {k: v for k, v in hidden.items() if k not in kept}
@@ -311,7 +292,7 @@ def _environment(bare: bool) -> Iterator[None]:
         yield
     finally:
         for key, value in hidden.items():
-            os.environ.setdefault(key, value)  # WANDB_SERVICE belongs to the process that was started meanwhile
+            os.environ.setdefault(key, value)  # keeps a new WANDB_SERVICE, of the process that was started meanwhile
 
 
 @contextmanager
@@ -329,8 +310,7 @@ def _said(error: Exception) -> str:
 
 
 def _gave_up(file: Path) -> bool:
-    """Whether wandb stopped uploading `file`, for example because the server refuses its rows; `finish` does not report
-    it."""
+    """Whether wandb stopped uploading `file`, for example because the server refuses rows. `finish` succeeds anyway."""
     try:
         return FATAL in (file.parent / "logs" / "debug-internal.log").read_bytes()
     except OSError:
@@ -340,13 +320,16 @@ def _gave_up(file: Path) -> bool:
 def record_id(folder: Path) -> str:
     """The record's id: one per run folder for all its starts, because run names may repeat on other machines."""
     path = folder / FOLDER / "id"
-    found, *check = _content(path).split() or [""]
+    try:
+        content = regular.content(path).decode(errors="replace")
+    except OSError:  # missing, or not a file
+        content = ""
+    found, *check = content.split() or [""]
     if re.fullmatch("[0-9a-f]{16}", found) and check == [_check(found)]:
         return found
     damaged = f"{path}, the id of the run's record in Weights & Biases, is damaged: " if path.exists() else None
-    known = {
-        part.name.rpartition("-")[2] for part in path.parent.glob("*run-*-*")
-    }  # wandb's folder names end with the id
+    # The names of wandb's folders end with the id.
+    known = {part.name.rpartition("-")[2] for part in path.parent.glob("*run-*-*")}
     if len(known) == 1:
         (found,) = known
         remedy = f"continuing with {found}, the id of the folders next to it"
@@ -358,13 +341,6 @@ def record_id(folder: Path) -> str:
     path.parent.mkdir(exist_ok=True)
     write_whole(path, f"{found} {_check(found)}\n")
     return found
-
-
-def _content(path: Path) -> str:
-    try:
-        return regular.content(path).decode(errors="replace")
-    except OSError:  # missing, or not a file
-        return ""
 
 
 def _check(record: str) -> str:

@@ -18,7 +18,7 @@ def say(text: str) -> None:
 
 
 def warn(text: str) -> None:
-    """Print a warning on stderr, prefixed with the program's name so that it can be found in a log."""
+    """Print a warning on stderr, prefixed with the program's name so that the line can be found in a log."""
     say(f"sparsellm: {text}")
 
 

@@ -1,12 +1,7 @@
-"""Small files: written atomically, and validated when read.
+"""Small files: written atomically (a kill at any instant leaves the old file or the new one), and validated when read.
 
-    write_whole(path, content)                 any content; a kill at any instant leaves the old file or the new one
-    whole(path)                                the same for a file written piece by piece
-    read_json(path, SomeError, remedy)         a JSON object; raises one sentence for any damage
-    write_sealed, read_sealed                  the same with a checksum in the file, which detects any changed bit
-    unused(path)                               a free name in the same folder
-
-A sealed file is a JSON object whose last key, "xxh3", is the checksum of all bytes before that key.
+A sealed file is a JSON object whose last key, "xxh3", is the checksum of all bytes before that key, which detects any
+changed bit.
 """
 
 import json
@@ -14,6 +9,7 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -25,7 +21,7 @@ _SEAL = b',\n "xxh3": "'
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write `content` to `path` atomically; it is synced to disk when this returns.
+    """Write `content` to `path` atomically, and sync it to disk.
 
     Raises OSError on failure, such as a full disk, and leaves the old file.
     """
@@ -57,38 +53,32 @@ def whole(path: Path) -> Iterator[BinaryIO]:
 def _alone(partial: Path) -> Iterator[BinaryIO]:
     """Open `partial` for writing, empty and locked until the block ends.
 
-    The previous holder of the lock may have renamed or removed the file that was opened here; then it is opened again.
-    A link or a FIFO, which our writers never leave there, is removed: in a folder that others may write to, it may have
-    been planted to redirect the write to another file of this user.
+    While this process waits for the lock, the process that holds it may rename or remove the opened file; then
+    `partial` is opened again. A link or a FIFO at `partial` is removed: our writers leave neither, so in a folder that
+    others may write to, one may have been planted to redirect the write to another file of this user.
     """
 
     def keeping(name: str, flags: int) -> int:  # no O_TRUNC: another process may be writing the file
         return regular.itself(name, flags & ~os.O_TRUNC)
 
     while True:
-        if _is_planted(partial):
+        found = _lstat(partial)
+        if found and not stat.S_ISDIR(found.st_mode) and (not stat.S_ISREG(found.st_mode) or found.st_nlink > 1):
             partial.unlink(missing_ok=True)
         with open(partial, "wb", opener=keeping) as file:
             locks.take(file)
-            if _is_at(partial, file):
+            found = _lstat(partial)
+            if found and os.path.samestat(found, os.fstat(file.fileno())):
                 file.truncate()
                 yield file
                 return
 
 
-def _is_planted(partial: Path) -> bool:
+def _lstat(path: Path) -> os.stat_result | None:
     try:
-        found = partial.lstat()
+        return path.lstat()
     except FileNotFoundError:
-        return False
-    return not stat.S_ISDIR(found.st_mode) and not (stat.S_ISREG(found.st_mode) and found.st_nlink == 1)
-
-
-def _is_at(path: Path, file: BinaryIO) -> bool:
-    try:
-        return os.path.samestat(path.lstat(), os.fstat(file.fileno()))
-    except FileNotFoundError:
-        return False
+        return None
 
 
 def sync(path: Path) -> None:
@@ -102,15 +92,12 @@ def sync(path: Path) -> None:
 
 def unused(path: Path) -> Path:
     """`path`, or the first of path-2, path-3, ... that does not exist, not even as a dangling link."""
-    candidate, number = path, 1
-    while os.path.lexists(candidate):
-        number += 1
-        candidate = path.with_name(f"{path.name}-{number}")
-    return candidate
+    candidates = chain([path], (path.with_name(f"{path.name}-{number}") for number in count(2)))
+    return next(candidate for candidate in candidates if not os.path.lexists(candidate))
 
 
 def read_json(path: Path, error: type[Exception], remedy: str) -> dict[str, Any]:
-    """The JSON object in `path`. Raises `error` with one sentence that ends with `remedy` if it cannot be read."""
+    """The JSON object in `path`. Raises `error` with one sentence, ending with `remedy`, for any damage."""
     return _parsed(_content(path, error, remedy), path, error, remedy)
 
 
@@ -123,12 +110,10 @@ def write_sealed(path: Path, values: dict[str, Any]) -> None:
 def read_sealed(path: Path, error: type[Exception], remedy: str) -> dict[str, Any]:
     """The values that `write_sealed` wrote. Raises `error` with one sentence for any other content of `path`."""
     content = _content(path, error, remedy)
+    values = _parsed(content, path, error, remedy)
     body = content.rpartition(_SEAL)[0]
     if content != body + _ending(body):
-        # For content that is not JSON, this raises with its position.
-        _parsed(content, path, error, remedy)
         _refuse(path, error, "its content does not match its own checksum", remedy)
-    values = _parsed(content, path, error, remedy)
     del values["xxh3"]
     return values
 

@@ -1,4 +1,4 @@
-"""Locks between processes, by filelock: an open file that one process holds until it closes it or ends.
+"""Locks between processes, by filelock: a process that locks an open file holds the lock until it closes the file.
 
 The caller opens the file (sparsellm.system.regular), because the locked file is often the one that is written: a log, a
 partial file, a run's lock with its signature. filelock's own `FileLock` would open another path.
@@ -18,7 +18,7 @@ def take(
     waiting: Callable[[], object] = lambda: None,
     give_up: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Lock the open `file` until it is closed. Returns whether that succeeded: False once `give_up()` is true.
+    """Lock the open `file` until it is closed. Returns False if `give_up()` is true before the lock is free.
 
     If another process holds the lock, this calls `waiting` once and waits.
     """

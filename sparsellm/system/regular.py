@@ -1,10 +1,6 @@
 """Opens regular files in folders that others may write to, or raises an OSError that says what is there instead.
 
-    to_write(path, mode)   the file itself: a link in its place could lead to a file elsewhere
-    to_read(path)          follows links, because `runs` may be one
-    content(path)          the whole content of a file that should be small
-
-With plain `open`, a FIFO in a file's place would block for ever, and a device would be written to.
+With plain `open`, a FIFO in place of the file would block forever, and a device would be written to.
 """
 
 import errno
@@ -17,20 +13,23 @@ MOST = 1 << 28  # bytes of a small file; the largest tokenizers take 35 MB
 
 
 def to_write(path: Path, mode: str, buffering: int = -1) -> Any:
-    """`open(path, mode, buffering)` of a regular file, created if needed; links are refused. Raises OSError."""
+    """`open(path, mode, buffering)` of a regular file, created if needed. Raises OSError.
+
+    Links are refused, because a planted link could lead to another file of this user.
+    """
     return open(path, mode, buffering, opener=itself)
 
 
 def to_read(path: Path, buffering: int = -1) -> Any:
-    """`open(path, "rb", buffering)` of a regular file. Raises OSError."""
+    """`open(path, "rb", buffering)` of a regular file. Follows links, because `runs` may be one. Raises OSError."""
     return open(path, "rb", buffering, opener=_regular)
 
 
-def content(path: Path, most: int = MOST) -> bytes:
-    """The bytes of a regular file of at most `most` bytes. Raises OSError."""
+def content(path: Path) -> bytes:
+    """The bytes of a small regular file, of at most MOST bytes. Raises OSError."""
     with to_read(path) as file:
-        if (size := os.fstat(file.fileno()).st_size) > most:
-            raise OSError(errno.EFBIG, f"it has {size:,} bytes: it should have at most {most:,}", str(path))
+        if (size := os.fstat(file.fileno()).st_size) > MOST:
+            raise OSError(errno.EFBIG, f"it has {size:,} bytes: it should have at most {MOST:,}", str(path))
         found: bytes = file.read()
         return found
 

@@ -34,11 +34,7 @@ class OutputLost(Exception):
 def outlast(result: bool = False) -> None:
     """Keep failed writes to standard output or standard error from ending this process. `result`: see above."""
     _open_closed()
-    sys.stdout, sys.stderr = _lasting(sys.stdout, 1), _lasting(sys.stderr, 2)
-    raw = getattr(sys.stdout, "buffer", None)
-    raw = getattr(raw, "raw", raw)
-    if isinstance(raw, _Lasting):
-        raw.result = result
+    sys.stdout, sys.stderr = _lasting(sys.stdout, 1, result), _lasting(sys.stderr, 2)
 
 
 def write_now(text: str) -> None:
@@ -54,10 +50,10 @@ def write_now(text: str) -> None:
 class _Lasting(io.FileIO):
     """The raw file of a standard stream."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, result: bool) -> None:
         super().__init__(descriptor, "w", closefd=False)
         self.name = f"<{NAMES[descriptor]}>"
-        self.result, self.lost, self.said = False, 0, False
+        self.result, self.lost, self.said = result, 0, False
 
     def write(self, data: Any) -> int:
         """Like any raw file's write, but all of `data` counts as written if writing fails."""
@@ -87,7 +83,8 @@ class _Lasting(io.FileIO):
             pause = None if self.result else 0 if self.lost else PAUSE
             if not select.select([], [self], [], pause)[1]:
                 raise OSError(errno.EAGAIN, "its reader has stopped")
-            rest = rest[super().write(rest[: select.PIPE_BUF]) or 0 :]  # None means 0: another process was faster
+            # `write` returns None if another process filled the pipe after `select`; then nothing was written.
+            rest = rest[super().write(rest[: select.PIPE_BUF]) or 0 :]
 
 
 def _open_closed() -> None:
@@ -104,13 +101,13 @@ def _open_closed() -> None:
             os.set_inheritable(descriptor, True)
 
 
-def _lasting(stream: TextIO | None, descriptor: int) -> TextIO:
-    """`stream` on a _Lasting file; unchanged if it is not Python's own, for example when a test captures it."""
+def _lasting(stream: TextIO | None, descriptor: int, result: bool = False) -> TextIO:
+    """`stream` on a _Lasting file; unchanged if `stream` is not Python's own, for example when a test captures it."""
     own = sys.__stdout__ if descriptor == 1 else sys.__stderr__
     if stream is not own:
         assert stream is not None
         return stream
-    raw = _Lasting(descriptor)
+    raw = _Lasting(descriptor, result)
     if not isinstance(stream, io.TextIOWrapper):  # the stream was closed from the start
         return io.TextIOWrapper(io.BufferedWriter(raw), "utf-8", "backslashreplace", line_buffering=True)
     with suppress(OSError):

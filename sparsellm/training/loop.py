@@ -29,17 +29,16 @@ from torch import Tensor
 
 from sparsellm.config import Config, Precision, l1_denominator, takes_kernels
 from sparsellm.data import Data, DataError
-from sparsellm.distributed.groups import Ranks, begin_step, first_error, on_main
+from sparsellm.distributed.groups import Ranks, first_error, on_main, report_progress
 from sparsellm.evaluation.live import LiveEvaluation
 from sparsellm.evaluation.perplexity import cross_entropy
 from sparsellm.hf import card, conversion
 from sparsellm.inference.accelerate import accelerate
 from sparsellm.model.dtypes import DTYPES
 from sparsellm.ops import backend
-from sparsellm.runs import folder as run_folder
-from sparsellm.runs import report
+from sparsellm.runs import layout, report
 from sparsellm.runs.checkpoint import CheckpointError, Checkpoints
-from sparsellm.runs.layout import PLOTS, STATE, VALUES, WAITING_ROW
+from sparsellm.runs.layout import CHECKPOINTS, PLOTS, STATE, VALUES, WAITING_ROW
 from sparsellm.runs.metrics import (
     METRICS,
     HeldOut,
@@ -155,7 +154,7 @@ class Trainer:
         self.row: dict[str, Any] | None = None
         self.retention = Retention(config.run, training.steps, last_common_step(training, config.optimizer, sparsity))
         self.checkpoints = Checkpoints(
-            folder / run_folder.CHECKPOINTS,
+            folder / CHECKPOINTS,
             ranks,
             config.run.keep_checkpoints,
             self._export_with_card,
@@ -248,7 +247,7 @@ class Trainer:
         tokens, self.data_state = next(batches)
         clock.data_is_here()
         self.step += 1
-        begin_step(self.step)
+        report_progress(self.step)
         sums, norm = self.train_step(tokens)
         clock.stop()
         return sums, norm, clock
@@ -340,7 +339,7 @@ class Trainer:
             raise TrainingDiverged(
                 f"{values.skipped_in_row} consecutive steps, up to step {values.known['step']}, were skipped because"
                 f" {what} is not finite: {remedy}, and choose another run.name. The checkpoints in"
-                f" {self.folder / run_folder.CHECKPOINTS} are older and intact"
+                f" {self.folder / CHECKPOINTS} are older and intact"
             )
         return values.stop
 
@@ -482,7 +481,7 @@ class Trainer:
         print(report.aligned("micro-batch", str(self.micro_batch)))
         if self.plans is not None and (chosen_by := self.plans.chosen_by()) is not None:
             print(report.aligned("engines", chosen_by))
-        print(report.aligned("Weights & Biases", wandb.place), flush=True)
+        print(report.aligned("Weights & Biases", wandb.status), flush=True)
         progress = Progress(self.folder.name, self.step, config.training.steps, config.training.tokens_per_step)
         self.log = RunLog(rows, metrics, wandb, progress)
 
@@ -498,7 +497,7 @@ class Trainer:
         print(f"\n{summary}", flush=True)
         log.wandb.figures(self.step, sorted((self.folder / PLOTS).glob("*.png")))
         log.wandb.close(exit_code)
-        checkpoint = run_folder.checkpoint(self.folder, self.step) / "hf"
+        checkpoint = layout.checkpoint(self.folder, self.step) / layout.HF
         try:
             print(report.aligned("sample", repr(report.sample(checkpoint, SAMPLE_PROMPT, 48))))
         except Exception as error:  # mostly from transformers; the run is complete without a sample

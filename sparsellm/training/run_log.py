@@ -28,7 +28,7 @@ class RunLog:
                 give_back()
                 self.metrics.sync()
         except OSError as error:
-            if self.metrics.waiting == 1:
+            if len(self.metrics.waiting) == 1:
                 say(
                     f"sparsellm: the row of step {row['step']:,} cannot be written to {self.metrics.path} ({error}):"
                     " rows are kept in memory until the next checkpoint; the run ends there if the disk is still full"

@@ -23,7 +23,8 @@ from transformers.utils import logging
 from sparsellm.commands import analyze, evaluate
 from sparsellm.hf import conversion, pretrained
 from sparsellm.hf.pretrained import BrokenModel
-from sparsellm.runs.locate import Checkpoint, CheckpointNotFound, file_digest
+from sparsellm.runs.committed import file_digest
+from sparsellm.runs.locate import Checkpoint, CheckpointNotFound
 
 PACKAGE = Path(pretrained.__file__).parents[1]
 NORM, GATE, EMBEDDING = "model.norm.weight", "model.layers.0.mlp.gate_proj.weight", "model.embed_tokens.weight"
@@ -162,7 +163,7 @@ def test_one_flipped_bit_at_each_byte_of_the_small_files_of_a_checkpoint_is_name
     files = {
         f"hf/{path.name}": {"bytes": path.stat().st_size, "xxh3_128": file_digest(path)} for path in folder.iterdir()
     }
-    (folder.parent / "COMMITTED").write_text(json.dumps({"files": files}))
+    (folder.parent / "COMMITTED").write_text(json.dumps({"step": 1, "files": files}))
     checkpoint = Checkpoint(str(folder), folder.parent, tmp_path, 1)
     checkpoint.identity()
     draw, tried, held = random.Random(SEED), 0, 0
@@ -175,7 +176,7 @@ def test_one_flipped_bit_at_each_byte_of_the_small_files_of_a_checkpoint_is_name
             try:
                 checkpoint.identity()
             except CheckpointNotFound as error:
-                held += f"hf/{name} differs from COMMITTED" in str(error)
+                held += f"is damaged: hf/{name} has checksum" in str(error)
         (folder / name).write_bytes(data)
     print(f"bits of a checkpoint: tried {tried}, held {held}, failed {tried - held}")
     assert held == tried > 1500

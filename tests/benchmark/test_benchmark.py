@@ -22,7 +22,7 @@ from sparsellm.hf import conversion
 from sparsellm.inference.accelerate import SparseFeedForward, accelerate
 from sparsellm.inference.generation import Generator
 from sparsellm.model import Decoder
-from sparsellm.runs.checkpoint import problems
+from sparsellm.runs.committed import problems
 from sparsellm.runs.locate import locate
 from sparsellm.training.loop import Trainer
 

@@ -72,7 +72,7 @@ def wait_for(ended: dict[int, str], count: int) -> None:
 
 def test_ranks_end_with_one_that_fails_and_hear_why(ended):
     lines = joined(dist.HashStore(), [0, 1, 2], 3)
-    assert len({line.start for line in lines}) == 1
+    assert len({line.launch for line in lines}) == 1
     lines[1].leave(ValueError("no\nroom"))
     wait_for(ended, 2)
     assert ended == dict.fromkeys((0, 2), f"{lines[1].me} failed: ValueError: no room")
@@ -207,7 +207,7 @@ def test_a_rank_finds_this_start_and_not_the_one_before(ended):
         second = pool.submit(Lifeline, store, "localhost", 1, 2)
         time.sleep(0.3)
         first = pool.submit(Lifeline, store, "localhost", 0, 2)
-        assert first.result().start == second.result().start
+        assert first.result().launch == second.result().launch
 
 
 def test_ranks_that_do_not_come_are_named(ended, monkeypatch):

@@ -424,7 +424,7 @@ def test_a_full_disk_surfaces_and_the_previous_one_stays(tmp_path, ranks, monkey
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    for patched in ((checkpoint.dcp.FileSystemWriter, "write_data"), (checkpoint, "sync"), (checkpoint, "_seal")):
+    for patched in ((checkpoint.dcp.FileSystemWriter, "write_data"), (checkpoint, "sync"), (checkpoint, "seal")):
         with monkeypatch.context() as patch:
             patch.setattr(*patched, full)
             with pytest.raises(CheckpointError, match=r"saving step 2 .* failed: the disk is full"):

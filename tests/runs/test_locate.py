@@ -106,7 +106,7 @@ def test_what_is_missing_is_named(run, tmp_path):
 def test_a_damaged_checkpoint_is_refused_by_file(run):
     weights = run / LAST / "hf/model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\xff")
-    with pytest.raises(CheckpointNotFound, match=r"hf/model\.safetensors differs from COMMITTED"):
+    with pytest.raises(CheckpointNotFound, match=r"is damaged: hf/model\.safetensors has checksum"):
         locate(str(run)).identity()
 
 
@@ -118,10 +118,10 @@ def test_a_checkpoint_without_its_run_has_its_checksums_all_the_same(run, tmp_pa
     assert found.identity() == locate(str(run)).identity()
     weights = alone / "hf/model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x00")
-    with pytest.raises(CheckpointNotFound, match=r"hf/model\.safetensors differs from COMMITTED"):
+    with pytest.raises(CheckpointNotFound, match=r"is damaged: hf/model\.safetensors has checksum"):
         found.identity()
     (alone / "COMMITTED").write_text('{"step": 4, "files": []}')
-    with pytest.raises(CheckpointNotFound, match=r"COMMITTED is damaged"):
+    with pytest.raises(CheckpointNotFound, match=r"is damaged: COMMITTED cannot be read"):
         found.identity()
 
 

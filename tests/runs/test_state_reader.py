@@ -10,7 +10,8 @@ import torch
 from processes import joined
 from torch.distributed.checkpoint import metadata as dcp
 
-from sparsellm.runs.checkpoint import CheckpointError, Checkpoints, _seal
+from sparsellm.runs.checkpoint import CheckpointError, Checkpoints
+from sparsellm.runs.committed import seal
 from sparsellm.runs.layout import COMMITTED, STATE
 from sparsellm.runs.state_reader import NAMES, StateReader
 
@@ -84,7 +85,7 @@ def test_what_no_checkpoint_of_ours_holds_is_refused_by_name_and_does_not_run(sa
     file = step / STATE / ".metadata"
     file.write_bytes(PLANTED[named](file, marker))
     (step / COMMITTED).unlink()
-    _seal(step, 1)  # as an attacker would
+    seal(step, 1)  # as an attacker would
 
     checkpoints = Checkpoints(tmp_path / "c", ranks, 1, lambda weights, folder: None)
     assert checkpoints.find(skip_damaged=False) == 1

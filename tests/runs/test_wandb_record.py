@@ -87,8 +87,8 @@ def test_a_server_that_does_not_take_a_record_means_an_offline_one_with_every_ro
         monkeypatch.setenv("WANDB_BASE_URL", wandb_server.dead_url() if kind == "dead" else server.url)
         began = time.monotonic()
         run = WandbRun(small_config("logging.wandb=online"), real)
-        assert run.place.startswith("offline: online failed: CommError: ")
-        assert {"dead": "connection refused", 403: "403"}.get(kind, "") in run.place
+        assert run.status.startswith("offline: online failed: CommError: ")
+        assert {"dead": "connection refused", 403: "403"}.get(kind, "") in run.status
         log(run, 1, 2, 3)
         run.close(0)
         assert time.monotonic() - began < 40  # seconds, on a busy machine; wandb's own are 95 and then an exception
@@ -103,7 +103,7 @@ def test_a_server_that_fails_while_a_run_goes_on_costs_no_row_and_no_time(real, 
     with wandb_server.serving() as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
         run = WandbRun(small_config("logging.wandb=online"), real)
-        assert run.place.startswith(server.url)
+        assert run.status.startswith(server.url)
         log(run, 1)
         server.answer = kind
         log(run, 2, 3)
@@ -146,8 +146,8 @@ def test_a_process_of_wandb_that_dies_ends_nothing(real, capsys):
 def test_a_variable_that_wandb_refuses_leaves_an_offline_record(real, monkeypatch, variable, value):
     monkeypatch.setenv(variable, value)
     run = WandbRun(small_config("logging.wandb=online"), real)
-    assert run.place.startswith("offline: online failed: ")
-    assert value in run.place
+    assert run.status.startswith("offline: online failed: ")
+    assert value in run.status
     log(run, 1)
     run.close(0)
     assert kept(real, 1)
@@ -159,7 +159,7 @@ def test_a_user_without_an_entry_in_the_passwd_file_has_a_record(real, monkeypat
     with pytest.raises(RuntimeError):
         Path.home()
     run = WandbRun(small_config("logging=offline"), real)
-    assert run.place == "offline"
+    assert run.status == "offline"
     log(run, 1)
     run.close(0)
     assert kept(real, 1)
@@ -169,7 +169,7 @@ def test_without_wandb_a_run_has_no_record_and_says_so(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     monkeypatch.setitem(sys.modules, "wandb", None)
     run = WandbRun(small_config("logging.wandb=online"), tmp_path)
-    assert run.place.startswith("not recorded: ModuleNotFoundError: ")
+    assert run.status.startswith("not recorded: ModuleNotFoundError: ")
     log(run, 1)
     run.close(0)
 
@@ -209,12 +209,12 @@ def test_an_environment_that_says_offline_is_asked_of_no_server_and_an_unknown_m
         log(run, 1)
         run.close(0)
         assert server.requests == []
-    assert run.place.startswith("offline: WANDB_MODE=offline")
+    assert run.status.startswith("offline: WANDB_MODE=offline")
     assert os.environ["WANDB_MODE"] == "offline"
     monkeypatch.setenv("WANDB_MODE", "foo")
     run = WandbRun(small_config("logging.wandb=offline"), real)
     run.close(0)
-    assert run.place.startswith("offline; WANDB_MODE=foo is ignored")
+    assert run.status.startswith("offline; WANDB_MODE=foo is ignored")
 
 
 def test_a_record_names_no_host_no_command_line_and_no_folders(real, monkeypatch):
@@ -254,12 +254,12 @@ def test_a_record_is_in_the_runs_folder_wherever_the_process_works_that_writes_i
 def test_the_place_is_the_link_online_and_the_reason_otherwise(tmp_path, monkeypatch, started):
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setattr(Record, "url", "https://wandb.example/sparsellm/runs/1")
-    assert WandbRun(small_config("logging.wandb=online"), tmp_path).place == "https://wandb.example/sparsellm/runs/1"
+    assert WandbRun(small_config("logging.wandb=online"), tmp_path).status == "https://wandb.example/sparsellm/runs/1"
     monkeypatch.setattr(Record, "url", None)
-    assert WandbRun(small_config("logging.wandb=offline"), tmp_path).place == "offline"
-    assert WandbRun(small_config("logging.wandb=disabled"), tmp_path).place == "disabled"
+    assert WandbRun(small_config("logging.wandb=offline"), tmp_path).status == "offline"
+    assert WandbRun(small_config("logging.wandb=disabled"), tmp_path).status == "disabled"
     monkeypatch.setattr(wandb, "api", type("NoKey", (), {"api_key": None}))
-    assert "set WANDB_API_KEY" in WandbRun(small_config("logging.wandb=online"), tmp_path).place
+    assert "set WANDB_API_KEY" in WandbRun(small_config("logging.wandb=online"), tmp_path).status
 
 
 @pytest.mark.parametrize("left", [None, b"", b"\n"])
@@ -367,7 +367,7 @@ def test_a_record_that_cannot_begin_leaves_the_run_without_one(tmp_path, monkeyp
     run = WandbRun(small_config("logging=offline"), tmp_path)
     run.write(ROW)
     run.close(0)
-    assert run.place.startswith("not recorded")
+    assert run.status.startswith("not recorded")
     assert "No space left on device" in capsys.readouterr().err
 
 

@@ -290,7 +290,7 @@ def no_room_for_rows(monkeypatch, trainer, steps):
     flush = MetricsFile._flush
 
     def flushed(self):
-        if self._waiting and trainer.step in steps:
+        if self.waiting and trainer.step in steps:
             raise OSError(28, "No space left on device")
         flush(self)
 
@@ -299,7 +299,7 @@ def no_room_for_rows(monkeypatch, trainer, steps):
 
 def test_a_failed_save_gives_back_what_it_took_and_says_how_much_it_wanted(tmp_path, capsys, monkeypatch):
     with small_trainer(tmp_path / "run", "run.checkpoint_every=4", "logging.every=1") as trainer:
-        monkeypatch.setattr(checkpoint, "_seal", lambda folder, step: (_ for _ in ()).throw(OSError(28, "No space")))
+        monkeypatch.setattr(checkpoint, "seal", lambda folder, step: (_ for _ in ()).throw(OSError(28, "No space")))
         trainer._resume()
         trainer._open_log()
         trainer.step = 4

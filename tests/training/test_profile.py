@@ -64,7 +64,7 @@ def test_a_trace_that_cannot_be_written_is_said_and_training_goes_on(tmp_path, c
 
 def test_every_rank_writes_one_and_the_main_one_says_so(tmp_path, capsys):
     for rank in (0, 1):
-        ranks = Ranks(rank=rank, local_rank=rank, world_size=2, device=torch.device("cpu"), checkpoint_group=None)
+        ranks = Ranks(rank=rank, world_size=2, device=torch.device("cpu"), checkpoint_group=None)
         with Profile([1, 1], tmp_path, ranks) as trace, trace.step(1):
             pass
     names = sorted(path.name for path in (tmp_path / "profile").iterdir())
