@@ -1,6 +1,7 @@
 """Evaluates a checkpoint: locate it, load it, score it, and resume an earlier, interrupted evaluation.
 
-Models in memory are scored by sparsellm.evaluation.downstream and .perplexity, independent of files.
+downstream.py and perplexity.py score models in memory. lm-eval is imported only when tasks are evaluated, because
+training imports this package too.
 """
 
 import json
@@ -14,13 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from sparsellm.config import (
-    ConfigError,
-    EvaluateConfig,
-    Kernels,
-    Precision,
-    takes_kernels,
-)
+from sparsellm.config import ConfigError, EvaluateConfig, Kernels, Precision, takes_kernels
 from sparsellm.data import DataError
 from sparsellm.distributed.groups import Ranks, device_type, first_error, on_main, process_group
 from sparsellm.evaluation import tasks
@@ -61,8 +56,8 @@ def evaluate_checkpoint(
 ) -> dict[str, Any]:
     """Evaluate, write results.json, and return its contents, the same on all ranks. Works with and without torchrun.
 
-    results.json has all scores of these weights: from this evaluation, and from earlier ones for other tasks and for
-    tasks that failed this time. Scores of other weights are removed. Without any score no file is written.
+    results.json has all scores of these weights: from this evaluation, and, for other tasks and for tasks that failed
+    this time, from earlier evaluations. Scores of other weights are removed. Without any score no file is written.
 
     The main rank calls `show` and then `record` with the contents after writing them and before any rank returns,
     because torchrun ends the other ranks once one has failed.
@@ -83,9 +78,10 @@ def evaluate_checkpoint(
     request = Request.of(config)
     # Objects are exchanged between CPUs, so NCCL need not connect: only the held-out loss is summed on GPUs.
     with process_group(device_type(config.device.name), connect=False) as ranks:
-        evaluation = Evaluation(request, ranks)
-        with hub.offline(not evaluation.reaches_hub()):
-            return evaluation.run(record, show)
+        wanted = request.on_hub
+        reached = wanted is not None and on_main(ranks, lambda: hub.answers(wanted))
+        with hub.offline(not reached):
+            return Evaluation(request, ranks).run(record, show)
 
 
 def is_complete(config: EvaluateConfig) -> bool:
@@ -110,10 +106,10 @@ def is_complete(config: EvaluateConfig) -> bool:
                 rows[VALIDATION] = rows_of(held_out)
         for folder in request.sides:
             finished = request.finished(folder, identity)
-            parts = {name: finished.find(name, of) for name, of in rows.items()}
-            measured = [part["measured"]["data"] for name, part in parts.items() if part and name != VALIDATION]
-            if None in parts.values() or any(source != request.source for source in measured):
-                return False
+            for name, of in rows.items():
+                part = finished.find(name, of)
+                if part is None or (name != VALIDATION and part["measured"]["data"] != request.source):
+                    return False
         return written == as_json(request.results(identity, failed={}))
     except (OSError, ValueError, KeyError, TypeError):
         return False
@@ -127,8 +123,8 @@ class Evaluation:
         self.config, self.checkpoint = request.config, request.checkpoint
         self.failed: dict[str, str] = {}
         self.loading: Future[Any] | None = None  # of the model, started when first needed
-        self.asked, self.kernels = Kernels.torch, "torch"  # the requested and the actual kernels of its blocks
-        self.obstacle = obstacle(self.asked, ranks.device.type)  # why they run in PyTorch
+        self.asked, self.kernels = Kernels.torch, "torch"  # the requested and the actual kernels of the model's blocks
+        self.obstacle = obstacle(self.asked, ranks.device.type)  # why the blocks run in PyTorch
 
     def run(
         self, record: Callable[[dict[str, Any]], object], show: Callable[[dict[str, Any]], object]
@@ -138,38 +134,36 @@ class Evaluation:
         if not (self.ranks.is_main and sys.stderr.isatty()):
             logging.disable_progress_bar()
         if not self.ranks.is_main:
-            # The main rank imports these, which takes seconds, to open the checkpoint; the others import them
-            # meanwhile.
+            # The main rank takes seconds to import these for opening the checkpoint; the others import them meanwhile.
             from transformers import AutoTokenizer, LlamaConfig  # noqa: F401
-        identity, self.request = self._on_main(self._open)
-        begun = self._on_main(lambda: any(kept(folder, identity) for folder in self.request.sides))
+        identity, self.request = on_main(self.ranks, self._open)
+        begun = on_main(self.ranks, lambda: any(kept(folder, identity) for folder in self.request.sides))
         if not begun:
             self._begin_loading()
             if self.config.data_dir is None:
                 self._model(Kernels.torch)  # refuse a broken model before downloading rows
-        loaded = {name: task for name in self.request.tasks if (task := self._load_task(name)) is not None}
+        loaded = {}
+        for name in self.request.tasks:
+            try:
+                loaded[name] = tasks.load_on_all(name, self.config.data_dir, self.ranks)
+            except tasks.TaskUnavailable as error:
+                self._fail(name, str(error))
         if not begun:
             self._model(Kernels.torch)  # refuse a broken model even if all rows are finished
         held_out = self._held_out()
         for folder in self.request.sides:
             self._side(folder, identity, loaded, held_out)
-        results = self._on_main(lambda: self.request.results(identity, self.failed))
-        unwritten = self._on_main(lambda: self._write(results))
-        self._on_main(lambda: show(results))
+        results = on_main(self.ranks, lambda: self.request.results(identity, self.failed))
+        unwritten = on_main(self.ranks, lambda: self._write(results))
+        on_main(self.ranks, lambda: show(results))
         if unwritten is not None:
             raise EvaluationError(unwritten)
         if has_scores(results):
-            self._on_main(lambda: record(results))
+            on_main(self.ranks, lambda: record(results))
         return results
 
-    def reaches_hub(self) -> bool:
-        """Whether something is needed from the hub, and it answers."""
-        wanted = self.request.on_hub
-        return wanted is not None and self._on_main(lambda: hub.answers(wanted))
-
     def _open(self) -> tuple[str, Request]:
-        """(identity of the checkpoint, opened request). Also creates the output folder."""
-        self._make(self.request.output)
+        """(identity of the checkpoint, opened request). Creates the output folder once the model's files are read."""
         try:
             if self.checkpoint.unchecked:
                 self.ranks.say(self.checkpoint.unchecked)
@@ -188,11 +182,11 @@ class Evaluation:
         if opened.output != self.request.output:
             others = " and ".join(sorted(dtypes(self.request.output, identity)))
             warn(f"{self.request.output} has scores in {others}: those in {opened.output.name} go to {opened.output}")
-            self._make(opened.output)
+        self._make(opened.output)
         return identity, opened
 
     def _make(self, output: Path) -> None:
-        """Make the folder `output`, without the parents of the checkpoint: one that its run has deleted stays deleted.
+        """Make the folder `output`, but not the checkpoint's own folder: its run may delete the checkpoint meanwhile.
         Raises EvaluationError."""
         try:
             inside = self.config.output_dir is None and self.checkpoint.folder in output.parents
@@ -207,37 +201,37 @@ class Evaluation:
     ) -> None:
         """Score the tasks and the held-out split that have no result yet, for the side in `folder`."""
         kernels = self.request.sides[folder]
-        finished = self._on_main(lambda: self.request.finished(folder, identity))
-        parts = {name: self._on_main(partial(self._found, finished, task)) for name, task in loaded.items()}
+        finished = on_main(self.ranks, lambda: self.request.finished(folder, identity))
+        parts = {name: on_main(self.ranks, partial(self._found, finished, task)) for name, task in loaded.items()}
         if missing := [task for name, task in loaded.items() if parts[name] is None]:
             self._model(kernels).builder.announce(missing, self.config.limit)
             if self.ranks.is_main:
-                assert self.request.dtype is not None  # it is opened
+                assert self.request.dtype is not None  # the request is opened
                 warn(computation(self.request.dtype, self.request.why, self.obstacle, self.kernels))
         for name, task in loaded.items():
-            part, before = parts[name], "  (finished before)"
+            part = parts[name]
+            samples: list[dict[str, Any]] | None = None
             if part is None:
                 part, samples = self._score(task, kernels)
                 if part is None:
                     continue
-                before = ""
-            self.ranks.say(
-                f"{name}  {part['result']['score']:.4f}{before}"
-            )  # before writing, because the disk may be full
-            if not before:
-                self._on_main(partial(finished.add, name, task.identity, part, samples))
+            # Before writing, because the disk may be full.
+            before = "  (finished before)" if samples is None else ""
+            self.ranks.say(f"{name}  {part['result']['score']:.4f}{before}")
+            if samples is not None:
+                on_main(self.ranks, partial(finished.add, name, task.identity, part, samples))
         if held_out is not None:
             rows = rows_of(held_out)
-            if self._on_main(lambda: finished.find(VALIDATION, rows)) is None:
+            if on_main(self.ranks, lambda: finished.find(VALIDATION, rows)) is None:
                 part = self._validate(held_out, kernels)
                 if math.isfinite(part["loss"]):
-                    self._on_main(lambda: finished.add(VALIDATION, rows, part))
-                else:  # the same on all ranks
+                    on_main(self.ranks, lambda: finished.add(VALIDATION, rows, part))
+                else:  # the loss is the same on all ranks
                     self._fail(VALIDATION, f"the loss is {part['loss']}: these weights give logits that are not finite")
 
     def _found(self, finished: Finished, task: tasks.LoadedTask) -> dict[str, Any] | None:
-        """The task's stored result, if any. If it was scored on the same rows in another folder, it is updated to this
-        folder."""
+        """The task's stored result, if any. A result that was scored on the same rows in another folder is updated to
+        name this folder."""
         part = finished.find(task.name, task.identity)
         if part is not None and part["measured"]["data"] != self.request.source:
             part["measured"]["data"] = self.request.source
@@ -259,33 +253,25 @@ class Evaluation:
             return f"{path} cannot be written: {error}; free some space, or choose another output_dir"
         return None
 
-    # The downstream tasks.
-
-    def _load_task(self, name: str) -> tasks.LoadedTask | None:
-        """Load a task; None, with a reason in `failed`, if some rank cannot."""
-        try:
-            return tasks.load_on_all(name, self.config.data_dir, self.ranks)
-        except tasks.TaskUnavailable as error:
-            self._fail(name, str(error))
-            return None
-
-    def _score(self, task: tasks.LoadedTask, kernels: Kernels) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
+    def _score(
+        self, task: tasks.LoadedTask, kernels: Kernels
+    ) -> tuple[dict[str, Any], list[dict[str, Any]]] | tuple[None, None]:
+        """The task's result and samples; None, with the reason in `failed`, if some rank fails."""
         from sparsellm.evaluation import downstream
 
         lm = self._model(kernels)
-        error, result = None, None
-        samples: list[dict[str, Any]] = []
+        error, result, samples = None, None, []
         try:
             result, samples = downstream.score(lm, task, self.config.limit)
         except Exception as exception:  # from an unreadable row or the model; other tasks may succeed
             error = f"{type(exception).__name__}: {exception}"
-        if not self._agreed(task.name, error):
-            return None, []
+        if (error := first_error(error)) is not None:
+            self._fail(task.name, error)
+            return None, None
         return {"result": result, "measured": self.request.measured(dtype_name(lm.model.dtype), self.kernels)}, samples
 
     def _model(self, kernels: Kernels) -> Any:
-        """The checkpoint as a SharedLM, loaded once, with its feedforward blocks on `kernels`. Raises
-        EvaluationError."""
+        """The checkpoint as a SharedLM, loaded once, with feedforward blocks on `kernels`. Raises EvaluationError."""
         lm = self._begin_loading().result()
         if kernels != self.asked:
             restore(lm.model)
@@ -295,15 +281,14 @@ class Evaluation:
 
     def _begin_loading(self) -> Future[Any]:
         """Start loading the checkpoint as a SharedLM in a thread, if not started yet; rows are read meanwhile."""
-        from sparsellm.evaluation.downstream import (
-            SharedLM,
-        )  # import here: two threads must not import transformers at once
+        # Imported here and not in the thread, because two threads must not import transformers at once.
+        from sparsellm.evaluation.downstream import SharedLM
 
         def load() -> SharedLM:
             if self.ranks.device.type == "cuda":
                 torch.cuda.set_device(self.ranks.device)  # the current device is per thread
             try:
-                assert self.request.dtype is not None  # it is opened
+                assert self.request.dtype is not None  # the request is opened
                 model = pretrained.read_model(self.checkpoint.model, self.request.dtype)
                 vocab_size = model.config.get_text_config().vocab_size
                 tokenizer = pretrained.read_tokenizer(self.checkpoint.model, vocab_size)
@@ -316,8 +301,7 @@ class Evaluation:
         return self.loading
 
     def _accelerate(self, model: torch.nn.Module, kernels: Kernels) -> None:
-        """Switch to the kernels if they can run, and set `self.kernels` and `self.obstacle` accordingly. Raises
-        EvaluationError."""
+        """Switch to `kernels` if they can run, and set `self.kernels` and `self.obstacle`. Raises EvaluationError."""
         self.kernels, self.obstacle = "torch", obstacle(kernels, self.ranks.device.type)
         if self.obstacle:
             return
@@ -335,8 +319,6 @@ class Evaluation:
         if self.obstacle and kernels.demanded:
             raise EvaluationError(f"the kernels do not compute {self.checkpoint}: {self.obstacle}")
 
-    # The held-out split.
-
     def _held_out(self) -> torch.Tensor | None:
         """`Request.held_out` on all ranks; None, with the reason in `failed`, if it fails."""
         if self.checkpoint.run is None:
@@ -348,8 +330,10 @@ class Evaluation:
             except (DataError, ConfigError, OSError) as error:
                 return None, f"{error}; validation=false skips it"
 
-        blocks, error = self._on_main(read)
-        if not self._agreed(VALIDATION, error) or blocks is None:
+        blocks, error = on_main(self.ranks, read)
+        if error is not None:
+            self._fail(VALIDATION, error)
+        if blocks is None:
             return None
         config = self.request.run_config()
         if (self.checkpoint.step or 0) * config.training.tokens_per_step < config.sparsity.relu_tokens:
@@ -381,17 +365,6 @@ class Evaluation:
             "loss": loss, "perplexity": perplexity(loss), "tokens": blocks.shape[0] * (blocks.shape[1] - 1),
             "precision": config.runtime.precision.name, "device": device.type,
         }  # fmt: skip
-
-    # Ranks.
-
-    def _on_main(self, work: Callable[[], T]) -> T:
-        return on_main(self.ranks, work)
-
-    def _agreed(self, name: str, error: str | None) -> bool:
-        """Whether no rank has an error; the first error is stored in `failed`."""
-        if (found := first_error(error)) is not None:
-            self._fail(name, found)
-        return found is None
 
     def _fail(self, name: str, reason: str) -> None:
         self.failed[name] = reason

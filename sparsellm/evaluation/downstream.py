@@ -1,16 +1,15 @@
 """Accuracy of a model in memory on downstream tasks, computed by lm-eval, with requests distributed over ranks.
 
 Every rank holds the model and builds the requests of its share of a task's rows (task_requests.py). All ranks have the
-tokens of all requests, sorted by length and cut into batches independently of the number of ranks, which take turns
-with the batches. So batches have the same shapes on one rank and on eight, and the scores are the same.
+tokens of all requests, sort the requests by length and cut them into batches independently of the number of ranks; then
+the ranks take turns with the batches. So batches have the same shapes on one rank and on eight, and scores are equal.
 
 The ranks exchange data three times per task: tokens before the first batch, answers after the last, and then the
 metrics. A rank that fails reports it in the next exchange, so that all ranks fail together and stay in step.
 """
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -30,17 +29,20 @@ from sparsellm.system.console import progress
 from sparsellm.system.errors import SparsellmError
 
 # Most logits in a batch of size `auto`: with a vocabulary of 49,152, that is 21,845 tokens on a GPU, 1,365 on a CPU.
-# The logits that predict a continuation exist twice more, the second time as log-probabilities.
+# The logits that predict a continuation are copied twice, the second time as log-probabilities.
 AUTO_LOGITS = {"cuda": 2**30, "cpu": 2**26}
-BYTES_PER_LOGIT = 16  # of free GPU memory: two float32, and the same again for the layers
+BYTES_PER_LOGIT = 16  # of free GPU memory: two float32, and as much again for the layers
 
 # Batches are padded to a multiple of this many tokens, so that few shapes are new: cuDNN's attention, which PyTorch
-# prefers on Hopper, costs 43 ms of host time for each new shape (H100, torch 2.11). Flash attention does not, but
-# scores near-ties differently from lm-eval, whose own model uses cuDNN's.
+# prefers on Hopper, costs 43 ms of host time for each new shape (H100, torch 2.11). Flash attention has no such cost,
+# but scores near-ties differently from lm-eval, whose own model uses cuDNN's attention.
 MULTIPLE = {"cuda": 8, "cpu": 1}
 
+# lm-eval warns about loading, which does not apply to a model in memory.
+logging.getLogger("lm_eval.models.huggingface").setLevel(logging.ERROR)
+
 Request = tuple[list[int], list[int]]  # tokens of context and of continuation
-Answer = tuple[float, bool]  # the continuation's log-probability, and whether it is the greedy one
+Answer = tuple[float, bool]  # the continuation's log-probability, and whether greedy decoding gives the continuation
 
 
 class ScoringFailed(SparsellmError, RuntimeError):
@@ -62,28 +64,23 @@ class SharedLM(HFLM):
 
         `autocast`: the dtype of mixed precision, with float32 log-probabilities; None: everything in the model's dtype.
         """
-        with _without_warnings():
-            super().__init__(
-                pretrained=model, tokenizer=tokenizer, backend="causal", batch_size="auto",
-                mixed_precision_dtype=autocast, softmax_dtype=None if autocast is None else torch.float32,
-            )  # fmt: skip
+        super().__init__(
+            pretrained=model, tokenizer=tokenizer, backend="causal", batch_size="auto", mixed_precision_dtype=autocast,
+            softmax_dtype=None if autocast is None else torch.float32,
+        )  # fmt: skip
         self._max_length = self.max_length  # cached: lm-eval searches the model's configuration each time (8 us)
         self.ranks, self.sequences = ranks, batch_size
-        self.task_name, self.truncated = "", 0  # requests of the current task that exceeded the context
+        self.task_name, self.truncated = "", 0  # the current task, and how many of its requests exceed the context
         self.failed_together = False  # in the current task: all ranks know of the error
         self.encoded: Tokens | None = None  # for the next call of loglikelihood, if known
         begin = str(tokenizer.decode(self.prefix_token_id))
-        # No reference to this object: a cycle would keep the weights until a garbage collection.
+        # The builder has no reference to this object: a cycle would keep the weights until a garbage collection.
         self.builder = Builder(ranks, partial(tokenize, tokenizer, begin))
-        self.tokens_per_batch = self._tokens_per_batch(model.config.get_text_config().vocab_size)
-
-    def _tokens_per_batch(self, vocabulary: int) -> int:
-        """Tokens of a batch of size "auto" that fit this rank's device; the minimum over ranks is used."""
-        device = self.ranks.device
-        logits = AUTO_LOGITS[device.type]
-        if device.type == "cuda":
-            logits = min(logits, torch.cuda.mem_get_info(device)[0] // BYTES_PER_LOGIT)
-        return max(1, logits // vocabulary)
+        logits = AUTO_LOGITS[ranks.device.type]
+        if ranks.device.type == "cuda":
+            logits = min(logits, torch.cuda.mem_get_info(ranks.device)[0] // BYTES_PER_LOGIT)
+        # Of a batch of size "auto" that fits this rank's device; the minimum over ranks is used.
+        self.tokens_per_batch = max(1, logits // model.config.get_text_config().vocab_size)
 
     def exchange(self, value: Any, error: str | None = None) -> list[Any]:
         """The `value` of every rank. Collective. Raises ScoringFailed on all ranks if some rank has an `error`."""
@@ -285,15 +282,3 @@ def _padded(sequences: list[tuple[int, ...]], length: int) -> torch.Tensor:
     padded = np.zeros((len(sequences), length), np.int64)
     padded[np.arange(length) < lengths[:, None]] = list(chain.from_iterable(sequences))
     return torch.from_numpy(padded)
-
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Suppress lm-eval's warnings about loading, which do not apply to a model in memory."""
-    logger = logging.getLogger("lm_eval.models.huggingface")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)

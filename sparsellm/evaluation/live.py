@@ -1,16 +1,18 @@
 """Accuracy on downstream tasks during training, without changing the training.
 
-The scores equal those of the checkpoint that the run would save at this step, in the run's precision. They are computed
-by a Hugging Face model that shares the decoder's weights. It is not compiled, because its sequences have many lengths,
-and has its own feedforward blocks, so that it does not affect the compiled layers or validation's engine choices.
+The scores equal those of the checkpoint that the run would save at this step, in the run's precision. A Hugging Face
+model that shares the decoder's weights computes them. That model is not compiled, because its sequences have many
+lengths, and it has feedforward blocks of its own, so that the compiled layers and the engine choices of validation stay
+as they are.
 
-A failure costs only the score, as long as all ranks learn of it at the same point. For a sharded model, the weights are
-gathered first, with one collective per weight; a rank that failed in between would run a different collective than the
-others. So memory for all weights is allocated before the first collective: a failure there is shared by all ranks, and
-training continues. A failure between two weights ends the run (GatherFailed).
+A failure costs only the score, as long as all ranks learn of the failure at the same point. For a sharded model, the
+weights are gathered first, with one collective per weight. A rank that failed between two collectives would run another
+collective than the other ranks, so memory for all weights is allocated before the first collective: if that fails, all
+ranks learn of it, and training continues. A failure between two weights ends the run (GatherFailed).
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -38,7 +40,7 @@ T = TypeVar("T")
 
 
 class GatherFailed(SparsellmError, RuntimeError):
-    """This rank, perhaps alone, failed while gathering the weights. Others wait for it in a collective."""
+    """This rank, perhaps alone, failed while gathering the weights. The other ranks wait for it in a collective."""
 
 
 def mistakes(evaluation: EvaluationConfig) -> list[str]:
@@ -64,7 +66,7 @@ def load(
     loaded, found = [], []
     names = evaluation.tasks or list(tasks.TASKS)
     looks = evaluation.data_dir is None
-    reached = looks and _main_reaches_hub(names, ranks)
+    reached = looks and on_main(ranks, lambda: hub.answers(f"the rows of {', '.join(names)}"))
     with hub.offline(not reached):
         for name in names:
             try:
@@ -85,29 +87,20 @@ def load(
     return LiveEvaluation(evaluation, model, activation, runtime, ranks, loaded)
 
 
-def _main_reaches_hub(names: list[str], ranks: Ranks) -> bool:
-    """Whether the hub answers the main rank, which needs the rows of the tasks `names`. Collective."""
-    return on_main(ranks, lambda: hub.answers(f"the rows of {', '.join(names)}"))
-
-
 def _without(name: str, error: tasks.TaskUnavailable) -> str:
     return f"evaluation.tasks: {name} cannot be scored: {error}; choose others with evaluation.tasks=[...]"
 
 
+@dataclass(frozen=True)
 class LiveEvaluation:
     """The tasks of a run, scored repeatedly. All ranks call `scores` together."""
 
-    def __init__(
-        self,
-        evaluation: EvaluationConfig,
-        model: ModelConfig,
-        activation: Activation,
-        runtime: RuntimeConfig,
-        ranks: Ranks,
-        loaded: list[tasks.LoadedTask],
-    ) -> None:
-        self.evaluation, self.model, self.activation, self.runtime = evaluation, model, activation, runtime
-        self.ranks, self.loaded = ranks, loaded
+    evaluation: EvaluationConfig
+    model: ModelConfig
+    activation: Activation
+    runtime: RuntimeConfig
+    ranks: Ranks
+    loaded: list[tasks.LoadedTask]
 
     def scores(self, step: int, decoder: Decoder, data: Data) -> dict[str, float | None]:
         """Each task's score and their "mean", the same on all ranks; None, with a warning, for a failure."""
@@ -133,7 +126,7 @@ class LiveEvaluation:
         Raises GatherFailed.
         """
         shards = decoder.state_dict()
-        self._give_back()
+        torch.cuda.empty_cache()  # batch_size=auto counts free GPU memory
         if self._attempt(step, "the model", partial(self._take_memory, shards)) is None:
             return None
         try:
@@ -144,11 +137,6 @@ class LiveEvaluation:
                 f" {' '.join(str(error).split())}), and no rank can continue without the others. Run the same command"
                 " to resume from the newest checkpoint; evaluation.every=0 disables evaluation"
             ) from error
-
-    def _give_back(self) -> None:
-        """Release torch's cached GPU memory, because batch_size=auto counts free memory."""
-        if self.ranks.device.type == "cuda":
-            torch.cuda.empty_cache()
 
     def _take_memory(self, shards: dict[str, Tensor]) -> int:
         """Bytes that the gathered weights take. Makes torch's allocator reserve them, and room to gather."""
@@ -164,7 +152,7 @@ class LiveEvaluation:
         from sparsellm.evaluation.downstream import SharedLM
         from sparsellm.inference.accelerate import accelerate, policy_of
 
-        self._give_back()
+        torch.cuda.empty_cache()  # batch_size=auto counts free GPU memory
         runtime = self.runtime
         model = conversion.view(weights, self.model, self.activation, data.end_of_text_id)
         if takes_kernels(runtime, self.activation, self.ranks.device.type):
@@ -178,7 +166,7 @@ class LiveEvaluation:
         result = error = None
         try:
             result = work()
-        except Exception as exception:  # whatever it is: a failed score must not stop training
+        except Exception as exception:  # of any kind: a failed score must not stop training
             error = f"{type(exception).__name__}: {' '.join(str(exception).split())}"
         if (error := first_error(error)) is None:
             return result

@@ -1,7 +1,7 @@
 """The request of an evaluation: what decides its numbers, where they are written, and results.json from its parts.
 
-Scores in several dtypes never lie in one folder. Where OUTPUT holds scores of these weights in another dtype than the
-one in which this evaluation computes, its own go to OUTPUT/DTYPE.
+Scores in several dtypes are never in one folder. If OUTPUT has scores of these weights in another dtype than the dtype
+of this evaluation, this evaluation writes to OUTPUT/DTYPE.
 """
 
 import hashlib
@@ -32,8 +32,8 @@ class Request:
     config: EvaluateConfig
     checkpoint: Checkpoint
     output: Path
-    dtype: torch.dtype | None = None  # of weights and activations, and
-    why: str = ""  # once it is `opened`
+    dtype: torch.dtype | None = None  # of weights and activations; None until `opened`
+    why: str = ""  # the reason for `dtype`
 
     @classmethod
     def of(cls, config: EvaluateConfig) -> "Request":
@@ -65,13 +65,13 @@ class Request:
     @property
     def on_hub(self) -> str | None:
         """The items to fetch from the hub, as text; None if everything is local."""
-        wanted = [] if self.checkpoint.folder is not None else [self.checkpoint.wanted]
-        wanted += [] if self.config.data_dir is not None else [f"the rows of {', '.join(self.tasks)}"]
+        wanted = [self.checkpoint.wanted] * (self.checkpoint.folder is None)
+        wanted += [f"the rows of {', '.join(self.tasks)}"] * (self.config.data_dir is None)
         return " and ".join(wanted) or None
 
     def finished(self, folder: Path, identity: str) -> Finished:
         """The stored results of the side in `folder`; `identity` is the checkpoint's. Raises OSError."""
-        assert self.dtype is not None  # it is opened
+        assert self.dtype is not None  # the request is opened
         decided_by = {
             "weights": identity, "dtype": dtype_name(self.dtype), "device": device_type(self.config.device.name),
             "limit": self.config.limit, "lm_eval": version("lm_eval"), "kernels": self.sides[folder].name,
@@ -105,13 +105,9 @@ class Request:
     def measured(self, dtype: str, kernels: str) -> dict[str, Any]:
         """The settings under which a task is scored by a model of `dtype` on `kernels`."""
         return {
-            "dtype": dtype,
-            "kernels": kernels,
-            "device": device_type(self.config.device.name),
-            "data": self.source,
-            "limit": self.config.limit,
-            **{package: version_of(package) for package in PACKAGES},
-        }
+            "dtype": dtype, "kernels": kernels, "device": device_type(self.config.device.name), "data": self.source,
+            "limit": self.config.limit, **{package: version_of(package) for package in PACKAGES},
+        }  # fmt: skip
 
     def results(self, weights: str, failed: dict[str, str]) -> dict[str, Any]:
         """The contents of results.json: all stored results of these weights, and why requested tasks failed.

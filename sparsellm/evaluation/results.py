@@ -1,12 +1,12 @@
 """The files that evaluations of a checkpoint write, and the table that they print.
 
-OUTPUT/
-  results.json            all scores of these weights, rebuilt from tasks/ at the end of each evaluation
-  samples_arc_easy.jsonl  lm-eval's samples: each row with its requests, log-probabilities and scores
-  tasks/arc_easy.json     a finished task, and what decided its score; replaced only when the task is evaluated again
-  successfully tasks/validation.json   the same of the held-out split torch/                  samples and tasks once
-  more in PyTorch, with compare_kernels=true float32/                the same of dtype=float32, where OUTPUT has scores
-  in another dtype limit_20/               the same of limit=20 rows
+OUTPUT/results.json: all scores of these weights, rebuilt from tasks/ at the end of each evaluation.
+OUTPUT/samples_arc_easy.jsonl: lm-eval's samples; each row with its requests, log-probabilities and scores.
+OUTPUT/tasks/arc_easy.json: a finished task, and what its score depends on. A successful evaluation replaces this file.
+OUTPUT/tasks/validation.json: the same for the held-out split.
+OUTPUT/torch/: samples and tasks computed by PyTorch, with compare_kernels=true.
+OUTPUT/float32/: the results of dtype=float32, where OUTPUT has scores in another dtype.
+OUTPUT/limit_20/: the results of limit=20.
 """
 
 import json
@@ -21,24 +21,23 @@ RESULTS = "results.json"
 VALIDATION = "validation"  # the name of the held-out loss among the tasks
 SETTINGS = ("dtype", "kernels", "device", "data", "limit", "lm_eval")  # settings that scores must share to be averaged
 
-STORED = "float32"  # the dtype of scores that do not name theirs: before 0.1.0 runs stored their models so
-
+STORED = "float32"  # the dtype of scores that name no dtype: before 0.1.0, runs stored their models in float32
 MEANS = {"mean": "score", "mean_acc": "acc"}  # name of the mean -> key of each task
 
-Parts = dict[str, dict[str, Any]]  # results by task name, and of the held-out split under VALIDATION
+Parts = dict[str, dict[str, Any]]  # results by task name; the held-out split's result is under VALIDATION
 
 
 class Finished:
     """The results of an evaluation on disk: one file per task, written atomically."""
 
     def __init__(self, folder: Path, decided_by: dict[str, Any]) -> None:
-        """`decided_by`: what the scores depend on besides the rows, including the weights.
+        """`decided_by`: what the scores depend on in addition to the rows, including the weights.
 
         Raises OSError if `folder` cannot be written.
         """
         self.folder, self.decided_by = folder, decided_by
-        self.folder.mkdir(exist_ok=True)
-        (self.folder / "tasks").mkdir(exist_ok=True)
+        folder.mkdir(exist_ok=True)
+        (folder / "tasks").mkdir(exist_ok=True)
 
     def find(self, name: str, rows: str) -> dict[str, Any] | None:
         """The result stored under this name, if it was computed from the same rows and settings."""
@@ -46,17 +45,17 @@ class Finished:
         return part if decided_by == {**self.decided_by, "rows": rows} else None
 
     def add(self, name: str, rows: str, part: dict[str, Any], samples: list[dict[str, Any]] | None = None) -> None:
-        """Store the result `part`, and the samples if any, replacing earlier ones under this name.
+        """Store the result `part`, and the samples if any, replacing an earlier result of this name.
 
-        Old files are removed only after the new ones are complete. A stored result always has its samples.
+        Old files are removed only after the new files are complete. A stored result always has its samples.
         """
-        path, of_samples = _path(self.folder, name), _samples(self.folder, name)
+        path = _path(self.folder, name)
         found = {"decided_by": {**self.decided_by, "rows": rows}, "finished": part}
         with whole(path) as file:
             file.write(json.dumps(found, indent=1).encode())
             file.flush()
             if samples is not None:
-                with whole(of_samples) as lines:
+                with whole(_samples(self.folder, name)) as lines:
                     for sample in samples:
                         lines.write(f"{json.dumps(sample, default=str, ensure_ascii=False)}\n".encode())
                     lines.flush()
@@ -118,9 +117,6 @@ def has_scores(results: dict[str, Any]) -> bool:
     return bool(results["tasks"]) or results[VALIDATION] is not None
 
 
-# Means of comparable scores.
-
-
 def settings(task: dict[str, Any]) -> dict[str, Any]:
     """The settings that must be equal for all tasks in a mean."""
     return {key: task["measured"].get(key) for key in SETTINGS}
@@ -152,17 +148,16 @@ def only(results: dict[str, Any], names: list[str]) -> dict[str, Any]:
 
 def record_table(results: dict[str, Any]) -> str:
     """The name of the table of `results` in the run's W&B record."""
-    tasks = list(results["tasks"].values())
-    return f"{_record_name(tasks[0]) if tasks else 'evaluation'}/table"
+    return f"{next(map(_record_name, results['tasks'].values()), 'evaluation')}/table"
 
 
 def _record_name(task: dict[str, Any]) -> str:
-    limit = settings(task)["limit"]
+    limit = task["measured"].get("limit")
     return "evaluation" if limit is None else f"evaluation/limit_{limit}"
 
 
 def scores(results: dict[str, Any]) -> dict[str, float]:
-    """The numbers of `results` by flat names, for the run's W&B record; names include the limit of rows."""
+    """The numbers of `results` by flat names, for the run's W&B record. Names include the limit on rows."""
     tasks = results["tasks"]
     found = {f"{_record_name(task)}/{name}": task["score"] for name, task in tasks.items()}
     if results["mean"] is not None:
@@ -173,13 +168,10 @@ def scores(results: dict[str, Any]) -> dict[str, float]:
     return found
 
 
-# The table.
-
-
 def table(results: dict[str, Any], asked: list[str]) -> str:
     """The results as plain text, one line per task; with compare_kernels, the PyTorch scores next to the kernels'.
 
-    `asked`: the tasks of the latest evaluation; a line lists the others as earlier ones.
+    `asked`: the tasks of the latest evaluation. A line lists the tasks whose scores are from earlier evaluations.
     """
     tasks, failed, compared = results["tasks"], results["failed"], results.get("torch")
     differing = unlike(tasks)
@@ -190,12 +182,14 @@ def table(results: dict[str, Any], asked: list[str]) -> str:
         row = [name, _number(task["score"]), task["metric"], *map(_number, numbers), f"{task['rows']:,}", task["split"]]
         row += [_setting(settings(task)[key]) for key in differing]
         if compared:
-            row[2:2] = _beside(task["score"], _score_alike(compared["tasks"].get(name), task))
+            other = compared["tasks"].get(name)
+            alike = other is not None and not set(unlike({"one": other, "other": task})) - {"kernels"}
+            row[2:2] = _compared(task["score"], other["score"] if alike else None)
         rows.append([*row, task["note"] or ""])
     of = f"mean of {len(tasks.keys() | failed.keys() - {VALIDATION})}"
     if results["mean"] is not None:
-        beside = _beside(results["mean"], compared["mean"]) if compared else []
-        rows.append([of, _number(results["mean"]), *beside, "", _number(results["mean_acc"])])
+        columns = _compared(results["mean"], compared["mean"]) if compared else []
+        rows.append([of, _number(results["mean"]), *columns, "", _number(results["mean_acc"])])
     if compared:
         header[2:2] = ["torch", "difference"]
     lines = _aligned([header, *rows]) if tasks else []
@@ -224,18 +218,11 @@ def table(results: dict[str, Any], asked: list[str]) -> str:
     return "\n".join(lines)
 
 
-def _score_alike(other: dict[str, Any] | None, task: dict[str, Any]) -> float | None:
-    """The score of `other` if its settings differ from `task`'s only in the kernels."""
-    if other is None or set(unlike({"one": other, "other": task})) - {"kernels"}:
-        return None
-    return other["score"]
-
-
 def _setting(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def _beside(score: float, other: float | None) -> list[str]:
+def _compared(score: float, other: float | None) -> list[str]:
     return ["-", "-"] if other is None else [_number(other), f"{score - other:+.4f}"]
 
 

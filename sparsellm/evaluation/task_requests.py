@@ -1,12 +1,11 @@
 """Builds the requests of tasks with lm-eval and tokenizes them, in a thread, two tasks ahead of the GPU.
 
-Each rank builds the requests of its share of a task's rows (every `world_size`-th row) and computes the metrics of
-these rows. A rank sees only the tokens of other ranks' requests.
+Each rank builds the requests of its share of a task's rows (every `world_size`-th row), and computes the metrics of
+its rows. Of other ranks' requests, a rank sees only the tokens.
 """
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from copy import copy
 from functools import cache, partial
 from itertools import islice
@@ -22,6 +21,8 @@ from sparsellm.evaluation.tasks import LoadedTask, each_row
 # on its source, so lm-eval's `from_string` is cached here. The upstream fix would be a cache in lm-eval's
 # `apply_template`.
 setattr(lm_eval.utils.env, "from_string", cache(lm_eval.utils.env.from_string))  # noqa: B010 (a method, says mypy)
+# lm-eval draws progress bars on every rank while building requests, and has no setting for them.
+lm_eval.api.task.tqdm = partial(lm_eval.api.task.tqdm, disable=True)
 
 Pairs = list[tuple[str, str]]  # (context, continuation) of each request
 Tokens = dict[str, list[int]]  # text -> tokens
@@ -33,8 +34,9 @@ OF_A_ROW = ("doc_to_text", "doc_to_target", "doc_to_choice")  # lm-eval's method
 def tokenize(tokenizer: Any, begin: str, pairs: Pairs) -> Tokens:
     """The tokens of every text that lm-eval encodes for requests of these contexts and continuations.
 
-    They equal lm-eval's `tok_encode`, but are computed on all cores, and once per text, because a question has several
-    answers. Texts that start with the token `begin` are left out: lm-eval encodes them differently.
+    The tokens equal those of lm-eval's `tok_encode`, but are computed on all cores, and once per text, because a
+    question has several answers. Texts that start with the token `begin` are left out: lm-eval encodes them
+    differently.
     """
     wanted = {text for a, b in pairs if a for text in (a.rstrip(), a + b) if not text.startswith(begin)}
     texts = list(wanted)
@@ -48,8 +50,8 @@ def tokenize(tokenizer: Any, begin: str, pairs: Pairs) -> Tokens:
 def once_for_each_row(method: Callable[..., Any]) -> Callable[..., Any]:
     """Cache `method(row)` by row object (by identity, not equality).
 
-    lm-eval calls it two to four times: for the row's requests, its metrics and its sample. A list is returned as a
-    copy, so that callers cannot change the cached one.
+    lm-eval calls `method` two to four times: for the row's requests, metrics and sample. A list is returned as a copy,
+    so that callers cannot change the cached list.
     """
     known: dict[int, tuple[Any, Any]] = {}  # by id(row); keeps the row alive, so that its id is not reused
 
@@ -68,7 +70,7 @@ class Share:
     """An lm-eval task for `lm_eval.evaluator.evaluate`, restricted to this rank's rows, with its requests built."""
 
     def __init__(self, task: Any, limit: int | None, ranks: Ranks, tokenize: Callable[[Pairs], Tokens]) -> None:
-        # A copy, so that requests and cached rows are freed with the share.
+        # A copy of the task, so that requests and cached rows are freed with the share.
         self.task = copy(task)
         for name in OF_A_ROW:
             setattr(self.task, name, once_for_each_row(getattr(task, name)))
@@ -78,8 +80,7 @@ class Share:
         )
         self.task._instances = []
         if ranks.rank < (len(docs) if limit is None else min(limit, len(docs))):  # lm-eval refuses to build zero rows
-            with _without_bars():
-                self.task.build_all_requests(limit=limit, rank=ranks.rank, world_size=ranks.world_size)
+            self.task.build_all_requests(limit=limit, rank=ranks.rank, world_size=ranks.world_size)
         self.encoded = tokenize([instance.args for instance in self.task.instances])
 
     def __getattr__(self, name: str) -> Any:
@@ -94,7 +95,7 @@ class Share:
 
 
 class Builder:
-    """Builds the shares of announced tasks in a thread, starting the next whenever one is taken."""
+    """Builds the shares of announced tasks in a thread; starts the next share whenever one is taken."""
 
     def __init__(self, ranks: Ranks, tokenize: Callable[[Pairs], Tokens]) -> None:
         """`tokenize`: returns the tokens of all texts that requests need. Called in the thread."""
@@ -125,14 +126,3 @@ class Builder:
 
     def _submit(self, loaded: LoadedTask, limit: int | None) -> Future[Share]:
         return self.thread.submit(Share, loaded.task, limit, self.ranks, self.tokenize)
-
-
-@contextmanager
-def _without_bars() -> Iterator[None]:
-    """Suppress lm-eval's progress bars, which it draws on every rank while building requests, without a setting."""
-    before = lm_eval.api.task.tqdm
-    lm_eval.api.task.tqdm = partial(before, disable=True)
-    try:
-        yield
-    finally:
-        lm_eval.api.task.tqdm = before

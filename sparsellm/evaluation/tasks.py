@@ -4,13 +4,11 @@ Local rows are files DIR/TASK/SPLIT.jsonl or .parquet in the schema of the hub's
 read; zero-shot needs no other. If `test` is missing, `validation` is scored, with a note.
 """
 
-import atexit
 import difflib
 import json
-import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,13 +16,13 @@ from typing import Any
 
 from sparsellm.distributed.groups import Ranks, first_error
 from sparsellm.evaluation import rows
-from sparsellm.runs.locate import file_digest
+from sparsellm.runs.committed import file_digest
 from sparsellm.system.errors import SparsellmError
 
 
 @dataclass(frozen=True)
 class Stock:
-    path: str  # of its definition in lm_eval/tasks
+    path: str  # of lm-eval's definition, relative to lm_eval/tasks
     split: str  # scored split
     chance: float  # accuracy of guessing; nearly all rows have 1 / chance choices
 
@@ -72,8 +70,8 @@ def mistakes(names: list[str], data_dir: str | None, prefix: str = "") -> list[s
 
 
 def load_on_all(name: str, data_dir: str | None, ranks: Ranks) -> LoadedTask:
-    """`load` on all ranks. From the hub, the main rank downloads first and the others use its cache. Raises
-    TaskUnavailable on all ranks or on none."""
+    """`load` on all ranks. From the hub, the main rank downloads first, and the other ranks read the main rank's cache.
+    Raises TaskUnavailable on all ranks or on none."""
     loaded: LoadedTask | None = None
     first = ranks.is_main or data_dir is not None
     for turn in (True, False):
@@ -91,19 +89,24 @@ def load_on_all(name: str, data_dir: str | None, ranks: Ranks) -> LoadedTask:
 
 def load(name: str, data_dir: str | None) -> LoadedTask:
     """Load a task with rows from `data_dir` or the hub. Raises TaskUnavailable."""
+    import datasets
     from lm_eval import tasks
 
     definition = Path(tasks.__file__).parent / TASKS[name].path
     source = None if data_dir is None else local_rows(name, data_dir)
     try:
-        with _quiet(source is not None), _cached(source is not None), tempfile.TemporaryDirectory() as folder:
+        with _local_datasets() if source is not None else nullcontext(), tempfile.TemporaryDirectory() as folder:
             if source is not None:
-                definition, stock = Path(folder, f"{name}.yaml"), definition
-                definition.write_text(json.dumps(on_local_rows(name, stock, source) | NO_EXAMPLES))  # JSON is YAML
-            if source is not None and source.stat().st_size == 0:
-                raise ValueError("the file is empty")
-            if source is not None:  # check before lm-eval fails without naming a row
-                _require_whole(name, _read(source))
+                if source.stat().st_size == 0:
+                    raise ValueError("the file is empty")
+                local = on_local_rows(name, definition, source)
+                definition = Path(folder, f"{name}.yaml")
+                definition.write_text(json.dumps(local | NO_EXAMPLES))  # JSON is YAML
+                # Checked before lm-eval reads the same rows, converted, from the cache of `datasets`: lm-eval would
+                # fail without naming the row.
+                _require_whole(
+                    name, datasets.load_dataset(local["dataset_path"], split=source.stem, **local["dataset_kwargs"])
+                )
             task = tasks.TaskManager(include_defaults=False).load([str(definition)])["tasks"][name]
             task.set_config("num_fewshot", 0)
             task.set_fewshot_seed(1234)  # lm-eval's own seed, though nothing is drawn
@@ -121,14 +124,6 @@ def load(name: str, data_dir: str | None) -> LoadedTask:
     note = None if split == TASKS[name].split else f"no {TASKS[name].split} rows in data_dir: scored {split} instead"
     content = docs._fingerprint if source is None else file_digest(source)
     return LoadedTask(name, task, split, note, f"{task.VERSION} {split} {content}")
-
-
-def _read(source: Path) -> Any:
-    import datasets
-
-    # Same paths as in `on_local_rows`, so that lm-eval finds the converted rows in the cache.
-    files = {source.stem: str(source.resolve())}
-    return datasets.load_dataset(FORMATS[source.suffix], data_files=files, split=source.stem)
 
 
 def _require_whole(name: str, found: Any) -> None:
@@ -164,42 +159,27 @@ def on_local_rows(name: str, stock: Path, source: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _cached(local: bool) -> Iterator[None]:
-    """The datasets library writes rows of local files to its cache; if that is not writable, use a temporary folder
-    that is removed with this process."""
+def _local_datasets() -> Iterator[None]:
+    """For rows of local files: hide the progress bars of `datasets`, and replace its cache, to which it writes such
+    rows, if the cache is not writable, by a temporary folder that is removed with this process."""
     import datasets
 
-    before = datasets.config.HF_DATASETS_CACHE
+    cache, bars = Path(datasets.config.HF_DATASETS_CACHE), not datasets.are_progress_bars_disabled()
     try:
-        if local:
-            Path(before).expanduser().mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=Path(before).expanduser()):
-                pass
+        cache.expanduser().mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=cache.expanduser()):
+            pass
     except OSError:
-        datasets.config.HF_DATASETS_CACHE = Path(_folder_of_this_process())
+        datasets.config.HF_DATASETS_CACHE = Path(_folder_of_this_process().name)
+    datasets.disable_progress_bars()
     try:
         yield
     finally:
-        datasets.config.HF_DATASETS_CACHE = before
+        datasets.config.HF_DATASETS_CACHE = cache
+        if bars:
+            datasets.enable_progress_bars()
 
 
 @cache
-def _folder_of_this_process() -> str:
-    folder = tempfile.mkdtemp(prefix="sparsellm-rows-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
-
-
-@contextmanager
-def _quiet(local: bool) -> Iterator[None]:
-    """Hide the progress bars of the datasets library for local files; downloads show them."""
-    import datasets
-
-    change = local and not datasets.are_progress_bars_disabled()
-    if change:
-        datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if change:
-            datasets.enable_progress_bars()
+def _folder_of_this_process() -> "tempfile.TemporaryDirectory[str]":
+    return tempfile.TemporaryDirectory(prefix="sparsellm-rows-", ignore_cleanup_errors=True)

@@ -27,7 +27,8 @@ from wandb_server import dead_url
 from sparsellm.commands import evaluate
 from sparsellm.config import ConfigError, Dtype, EvaluateConfig, Kernels, WandbMode, from_overrides, load, save
 from sparsellm.distributed.groups import process_group
-from sparsellm.evaluation import checkpoint, downstream, evaluate_checkpoint, request, results, tasks
+from sparsellm.evaluation import checkpoint, downstream, request, results, tasks
+from sparsellm.evaluation.checkpoint import evaluate_checkpoint
 from sparsellm.hf import hub
 from sparsellm.inference import accelerate
 from sparsellm.runs.checkpoint import Checkpoints

@@ -3,7 +3,7 @@
 import pytest
 
 from sparsellm.config import EvaluateConfig
-from sparsellm.evaluation import evaluate_checkpoint
+from sparsellm.evaluation.checkpoint import evaluate_checkpoint
 
 
 @pytest.mark.parametrize(("step", "said"), [(2, True), (4, False)])

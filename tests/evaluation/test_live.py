@@ -21,7 +21,8 @@ from tqdm import tqdm
 from sparsellm.commands import train
 from sparsellm.config import EvaluateConfig, from_overrides
 from sparsellm.distributed.groups import process_group
-from sparsellm.evaluation import downstream, evaluate_checkpoint, live
+from sparsellm.evaluation import downstream, live
+from sparsellm.evaluation.checkpoint import evaluate_checkpoint
 from sparsellm.hf import conversion
 from sparsellm.inference.accelerate import accelerate
 from sparsellm.model import Decoder

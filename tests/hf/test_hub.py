@@ -71,6 +71,7 @@ def test_a_name_without_a_network_ends_in_seconds_with_a_sentence(typed, no_netw
     assert wanted.partition("=")[0] in said[-1]
     assert remedy in said[-1]
     assert not (tmp_path / "runs").exists()
+    assert not (tmp_path / "evaluations").exists()
 
 
 def test_of_several_ranks_one_says_what_is_looked_for(no_network, monkeypatch, capsys):
