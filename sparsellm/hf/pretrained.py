@@ -31,7 +31,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Files whose presence would make transformers load other weights than WEIGHTS.
 FOREIGN = {
     "adapter_config.json": "an adapter to another model",
-    "shard-*.safetensors": "of a distributed checkpoint",
+    "shard-*.safetensors": "part of a distributed checkpoint",
 }
 # Keys of config.json that decide what these models compute; transformers would fill them in if absent.
 REQUIRED = (

@@ -50,7 +50,11 @@ def stock_tensors(tensors: dict[str, Tensor], config: Any) -> tuple[dict[str, Te
     names} for tensors that fit neither spelling. Every other tensor is returned unchanged."""
     gated, stock = config.model_type == "llama", {}
     shape = [config.intermediate_size, config.hidden_size]
-    wrong: dict[str, list[str]] = {"present in both spellings": [], "of unknown layout": [], "square, so ambiguous": []}
+    wrong: dict[str, list[str]] = {
+        "present in both spellings": [],
+        "with unknown layout": [],
+        "square, so ambiguous": [],
+    }
     for name, tensor in tensors.items():
         match = WEIGHT.fullmatch(name)
         if is_counter(name):
@@ -68,7 +72,7 @@ def stock_tensors(tensors: dict[str, Tensor], config: Any) -> tuple[dict[str, Te
         else:
             transposed = not proj and not (gated and part == "up")
         if found != (expected[::-1] if transposed else expected):
-            wrong["of unknown layout"].append(f"{name} {found}")
+            wrong["with unknown layout"].append(f"{name} {found}")
         if theirs in stock:
             wrong["present in both spellings"].append(theirs)
         stock[theirs] = tensor.t().contiguous() if transposed and tensor.dim() == 2 else tensor

@@ -126,8 +126,8 @@ def finish(config: Config, folder: Path) -> str:
     found = history(folder / METRICS, saved_rows(checkpoint), IN_EVERY_ROW, config.model.num_layers)
     damage = []
     if found.problems:
-        left = f"of the {len(found.rows):,} other rows" if found.rows else "left out"
-        damage = [f"  {found.report(folder / METRICS)}; this summary is {left}"]
+        rest = f"this summary covers the {len(found.rows):,} other rows" if found.rows else "there is no summary"
+        damage = [f"  {found.report(folder / METRICS)}; {rest}"]
     if not found.rows:
         return "\n".join([f"  {folder / METRICS} has no rows; checkpoint {checkpoint}", *damage])
     try:

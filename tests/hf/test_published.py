@@ -105,18 +105,18 @@ def nan(found):
 
 
 BROKEN = {
-    "another shape": (change(gate_weight=torch.ones(64, 32)), rf"of unknown layout: {MLP}gate_weight \[64, 32\]"),
-    "one dimension": (change(down_weight=torch.ones(64)), rf"of unknown layout: {MLP}down_weight \[64\]"),
+    "another shape": (change(gate_weight=torch.ones(64, 32)), rf"with unknown layout: {MLP}gate_weight \[64, 32\]"),
+    "one dimension": (change(down_weight=torch.ones(64)), rf"with unknown layout: {MLP}down_weight \[64\]"),
     "both spellings": (change(up_proj__weight=torch.ones(64, 32)), f"in both spellings: {MLP}up_proj.weight"),
     "a missing tensor": (tensors(lambda found: found.pop(f"{MLP}up_weight")), f"missing: {MLP}up_proj.weight"),
     "an unknown tensor": (change(scale=torch.ones(64)), rf"unexpected \(no such layer in config\.json\): {MLP}scale"),
     "integers": (change(down_weight=torch.ones(64, 32).int()), f"with integer values: {MLP}down_weight"),
     "NaN": (tensors(nan), f"not finite: {MLP}down_proj.weight"),
     "a gate that is not said": (keys("config.json", sparsity_gated_mlp=None), "sparsity_gated_mlp is None"),
-    "a gate too many": (keys("config.json", sparsity_gated_mlp=False), f"of unknown layout: {MLP}up_weight"),
+    "a gate too many": (keys("config.json", sparsity_gated_mlp=False), f"with unknown layout: {MLP}up_weight"),
     "quantized": (keys("config.json", quantization_config={"quant_method": "evil"}), "quantization_config"),
     "no rope_theta": (keys("config.json", rope_parameters=None, rope_theta=None), "has no rope_theta"),
-    "other neurons": (keys("config.json", sparsity_new_intermediate_size=48), "of unknown layout"),
+    "other neurons": (keys("config.json", sparsity_new_intermediate_size=48), "with unknown layout"),
     "garbage weights": (content("model.safetensors", b"x" * 99), r"model\.safetensors"),
 }
 
