@@ -260,7 +260,8 @@ class Evaluation:
         from sparsellm.evaluation import downstream
 
         lm = self._model(kernels)
-        error, result, samples = None, None, []
+        error, result = None, None
+        samples: list[dict[str, Any]] = []
         try:
             result, samples = downstream.score(lm, task, self.config.limit)
         except Exception as exception:  # from an unreadable row or the model; other tasks may succeed
