@@ -21,7 +21,7 @@ FREE_KEYS = ("data.path", "data.verify", "data.skip_bad_records")
 ADDED_KEYS = (
     "optimizer.schedule", "optimizer.decay_fraction", "data.mix", "sparsity.reinit_blend", "model.num_key_value_heads",
     "model.head_dim", "model.attention_bias", "model.qk_norm", "model.tie_embeddings", "model.rope_parameters",
-    "init_from", "sparsity.relu_tokens", "distill",
+    "init_from", "sparsity.relu_tokens", "distill", "data.revision",
 )  # fmt: skip
 
 
