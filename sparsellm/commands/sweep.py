@@ -1,12 +1,14 @@
 """Train, evaluate and compare runs over lists of values.
 
     python -m sparsellm.sweep experiment=0p5b 'sparsity.l1_coefficient=0,1e-5,2e-5,3e-5' sweep.baseline=true
+    python -m sparsellm.sweep experiment=1p5b sweep=paper_l1
 
 Every key of sparsellm.train accepts a list of values; each combination is an ordinary run, trained on all GPUs of this
-machine and evaluated with the options evaluate.*. sweep.parallel=N trains N runs at once, each on its own GPUs. Repeat
-the command to resume: it skips finished work. Writes sweep.csv, .json, .md, .png, .pdf and one log per run to
-sweeps/NAME/. sweep.benchmark=true also benchmarks each run. sweep.mode=print prints the commands instead of running
-them, and sweep.mode=slurm writes a script for a SLURM job array.
+machine and evaluated with the options evaluate.*. sweep=paper_l1 lists eight L1 coefficients, as in the paper.
+sweep.parallel=N trains N runs at once, each on its own GPUs. Repeat the command to resume: it skips finished work.
+Writes sweep.csv, .json, .md, .png, .pdf and one log per run to sweeps/NAME/. sweep.benchmark=true also benchmarks each
+run. sweep.mode=print prints the commands instead of running them, and sweep.mode=slurm writes a script for a SLURM job
+array.
 
 Exit codes: 0 complete, 1 if a run failed (the others are still done), 128 + signal when stopped, 2 for a refused
 configuration.

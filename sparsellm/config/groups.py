@@ -11,6 +11,7 @@ CONFIGS = PACKAGE / "configs" if (PACKAGE / "configs").is_dir() else PACKAGE.par
 COMPOSITION = "train"  # the file of configs/ that composes a Config
 EXPERIMENT = "experiment"
 OVERRIDE = "override /"  # prefix of a group in an experiment's defaults list
+SWEEP = "sweep"  # the folder of configs/ with named lists of values, for the command `sweep` alone
 
 
 def choices(group: str) -> list[str]:
@@ -18,8 +19,16 @@ def choices(group: str) -> list[str]:
     return sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
 
 
+@cache
 def groups() -> list[str]:
-    return sorted(path.name for path in CONFIGS.iterdir() if path.is_dir())
+    """The groups of a run's configuration."""
+    return sorted(_defaults_list(COMPOSITION))
+
+
+def swept_values(name: str) -> list[str]:
+    """The overrides in configs/sweep/NAME.yaml, each with a list of values."""
+    read = yaml.safe_load((CONFIGS / SWEEP / f"{name}.yaml").read_text(encoding="utf-8"))
+    return [f"{key}={values}" for key, values in read.items()]
 
 
 @cache

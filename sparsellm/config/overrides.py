@@ -18,7 +18,7 @@ from hydra.core.override_parser.types import Override, ValueType
 from hydra.errors import HydraException
 
 from sparsellm.config.errors import ConfigError
-from sparsellm.config.groups import EXPERIMENT, choices, groups
+from sparsellm.config.groups import EXPERIMENT, SWEEP, choices, groups, swept_values
 from sparsellm.config.schema import Config, EvaluateConfig, SweepConfig, Verbatim
 from sparsellm.config.values import build, flat_types, nested, unknown_key
 
@@ -229,6 +229,7 @@ class _OfSweep:
 def sweep_request(overrides: list[str]) -> SweepRequest:
     """Sort a sweep's overrides, lists of values included, by Hydra's own grammar: `key=1,2`, `choice`, `range`.
 
+    sweep=NAME stands for the lists in configs/sweep/NAME.yaml, which other overrides of the same key replace.
     Raises ConfigError for unknown syntax and keys, and for every mistake in the overrides of the runs and the
     evaluation.
     """
@@ -236,8 +237,12 @@ def sweep_request(overrides: list[str]) -> SweepRequest:
     evaluate: list[str] = []
     options: list[str] = []
     found: list[str] = []
-    parser = OverridesParser.create()
-    for text in _without_dashes(overrides, found, Config):
+    parser, named, given = OverridesParser.create(), Typed(), _without_dashes(overrides, found, Config)
+    for text in [text for text in given if text.startswith(f"{SWEEP}=")]:
+        given.remove(text)
+        _choose(named, SWEEP, text.partition("=")[2])
+    found += named.mistakes
+    for text in [*(each for choice in named.groups.values() for each in swept_values(str(choice))), *given]:
         key, _, _ = text.lstrip("+").partition("=")
         group, _, name = key.partition(".")
         try:

@@ -19,6 +19,7 @@ from sparsellm.config import (
     to_dict,
 )
 from sparsellm.config.command import refused
+from sparsellm.config.groups import groups
 from sparsellm.config.overrides import PATHS, quoted, sweep_request
 from sparsellm.config.schema import AnalyzeConfig, BenchmarkConfig, Config, ImportConfig, SweepConfig
 from sparsellm.config.values import OTHER_NAMES, flat, flat_types
@@ -204,8 +205,7 @@ def test_a_tilde_is_the_home_folder(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("experiment", choices("experiment"))
 def test_a_choice_that_is_typed_sets_every_value_of_its_file(experiment):
-    groups = sorted(path.name for path in CONFIGS.iterdir() if path.is_dir() and path.name != "experiment")
-    for group in groups:
+    for group in (group for group in groups() if group != "experiment"):
         for choice in choices(group):
             if group == "model" and experiment != "smoke" and choice not in SIZES:
                 continue  # one experiment is enough for shapes without an experiment
