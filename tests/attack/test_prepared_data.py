@@ -18,7 +18,7 @@ from attack.seed import SEED
 from whole_config import mistakes, prepare
 
 from sparsellm.config import Config, DataConfig, ModelConfig, Source, TrainingConfig
-from sparsellm.data import DataError, corpus, preparation, tokenizer
+from sparsellm.data import DataError, corpus, token_files, tokenizer
 from sparsellm.data.manifest import read, verify, write
 
 
@@ -50,16 +50,16 @@ def unfinished(prepared: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(corpus, "CHUNK_CHARACTERS", 2_000)
     config = replace(prepared, data=replace(prepared.data, path=str(tmp_path / "unfinished")))
     with monkeypatch.context() as patch:
-        calls, flush = 0, preparation._Writer.flush
+        calls, flush = 0, token_files.Writer.flush
 
-        def dying(writer: preparation._Writer) -> None:
+        def dying(writer: token_files.Writer) -> None:
             nonlocal calls
             calls += 1
             if calls == 8:
                 raise Stopped
             flush(writer)
 
-        patch.setattr(preparation._Writer, "flush", dying)
+        patch.setattr(token_files.Writer, "flush", dying)
         with pytest.raises(Stopped):
             prepare(config)
     return config
@@ -237,7 +237,7 @@ def test_a_preparation_whose_sources_change_gives_what_is_there_in_the_end_or_re
     what is there now, or, if it was read to its end, it is refused by name."""
     monkeypatch.setattr(corpus, "CHUNK_CHARACTERS", 1_500)
     draw, failed, tried = random.Random(f"{SEED} stopped"), [], 12
-    flush = preparation._Writer.flush
+    flush = token_files.Writer.flush
     rows = (tmp_path / "x.jsonl").read_text().splitlines(keepends=True)
     for number in range(tried):
         here = tmp_path / str(number)
@@ -249,7 +249,7 @@ def test_a_preparation_whose_sources_change_gives_what_is_there_in_the_end_or_re
         config, name = replace(prepared, data=data), draw.choice(names)
         stop = draw.randint(2, 26)
 
-        def dying(writer: preparation._Writer) -> None:
+        def dying(writer: token_files.Writer) -> None:
             nonlocal stop
             stop -= 1
             if stop == 0:
@@ -257,7 +257,7 @@ def test_a_preparation_whose_sources_change_gives_what_is_there_in_the_end_or_re
             flush(writer)
 
         with monkeypatch.context() as patch, suppress(Stopped):
-            patch.setattr(preparation._Writer, "flush", dying)
+            patch.setattr(token_files.Writer, "flush", dying)
             prepare(config)
         progress = read(here / "tokens", "progress.json")
         if draw.random() < 0.5:

@@ -144,11 +144,18 @@ def test_prepared_mixed_and_streamed_tokens_end_alike_and_those_of_another_end_a
     ]
     assert (manifest.end_of_text_id, others.end_of_text_id) == (1, 2)
     assert manifest.begin_of_text_id == 0
-    kept = [text for i, text in enumerate(texts) if i % 50 != 49 and not corpus.is_held_out(text, 0.1)]
-    plain = made["llama3"].encode_batch(kept, add_special_tokens=False)
+    some = [text for i, text in enumerate(texts) if i % 50 != 49]
+    kept, held = ([text for text in some if corpus.is_held_out(text, 0.1) == out] for out in (False, True))
     for end, folder in ((1, config.data.folder), (2, other.data.folder)):
-        tokens = np.fromfile(folder / "train.tokens", "<u2")
-        assert tokens.tolist() == [i for encoding in plain for i in (0, *encoding.ids, end)]
+        for split, plain in (("train", kept), ("validation", held)):
+            tokens, starts = (
+                np.fromfile(folder / f"{split}.tokens", "<u2"),
+                np.fromfile(folder / f"{split}.documents", "<i8"),
+            )
+            documents = made["llama3"].encode_batch(plain, add_special_tokens=False)
+            assert sorted(each.tolist() for each in np.split(tokens, starts[1:])) == sorted(
+                [0, *document.ids, end] for document in documents
+            )
     assert prepare(config) == read(config.data.folder) == manifest  # everything is prepared, and nothing is printed
     assert capsys.readouterr().out == ""
 
@@ -156,7 +163,7 @@ def test_prepared_mixed_and_streamed_tokens_end_alike_and_those_of_another_end_a
     assert mistakes(config) == []
     assert tokenizer.load(str(config.data.folder / "tokenizer")).end_of_text == "<|end_of_text|>"
     run = tmp_path / "runs" / "mine"
-    held_out = open_validation(config, config.data.folder / "tokenizer", run)
+    assert len(open_validation(config, config.data.folder / "tokenizer", run)) == manifest.validation.blocks
     with pytest.raises(DataError, match="prepared with a tokenizer other than"):
         open_validation(config, other.data.folder / "tokenizer", run)
     mixed = [{"data": str(each.data.folder), "weight": 1} for each in (config, other)]
@@ -177,7 +184,8 @@ def test_prepared_mixed_and_streamed_tokens_end_alike_and_those_of_another_end_a
         (batch, _), (batch_apart, _) = (next(data.batches(None)) for data in (streamed, apart))
     assert (packed.end_of_text_id, streamed.end_of_text_id, apart.end_of_text_id) == (1, 1, 2)
     assert packed.begin_of_text_id == streamed.begin_of_text_id == 0
-    assert torch.equal(streamed.validation[: len(held_out)], held_out[: len(streamed.validation)])
+    held_out = [i for each in made["llama3"].encode_batch(held, add_special_tokens=False) for i in (0, *each.ids, 1)]
+    assert torch.equal(streamed.validation, torch.tensor(held_out).unfold(0, 33, 32))
     assert (batch == 1).sum() == (batch_apart == 2).sum() > 0 == (batch == 2).sum()
     # In one data.path, each tokenizer has its own folder.
     again = replace(streams[1], data=replace(streams[1].data, path=streams[0].data.path))
