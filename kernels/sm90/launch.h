@@ -74,8 +74,8 @@ struct TilePlan {
   uint32_t* starts;       // [MT, 2, NT * 4 + 1] where each block's nonzeros of each half start in `lists`, and the end
   uint32_t* lists;        // [capacity] the nonzeros, bf16 << 16 | place. The values are g, or h if tile_up wrote h
                           // there
-  int64_t capacity;       // if a batch has more nonzeros, or too many in long rows, no tile has any: row_rest computes
-                          // the batch
+  int64_t capacity;       // length of `lists`. If a batch has more nonzeros, or too many in long rows, all tiles are
+                          // empty, and row_rest computes the whole batch
   int4* tiles;            // [MT] slots, blocks, the first half's end, the second half's begin
   int4* order;            // [MT] the tiles that have blocks, fullest first, then those that have none
   int4* items;            // [MT * NT] the units of the up product, those of the fullest tiles first
@@ -207,8 +207,8 @@ cudaError_t tile_weights(const WeightGradient& a, cudaStream_t stream);
 
 // The row engine: y [M, K] and l1 (float32 [1]) from the packed gate, row by row. Without w_up the layer is non-gated,
 // and x is not read. workspace: row_workspace(m, k, n) bytes, 16-byte aligned, contents undefined. tickets: int32
-// [kRowTickets], zero before and after. Where row_ffn_counts(M, K), row_ffn does not read row_counts, and writes the
-// counters.
+// [kRowTickets], zero before and after. If row_ffn_counts(M, K) is true, row_ffn does not read row_counts, and writes
+// packed.counters itself.
 constexpr int kRowTickets = 640;
 int64_t row_workspace(int64_t m, int64_t k, int64_t n);
 cudaError_t row_ffn(const void* x, const void* w_up, const void* w_down_t, int64_t m, int64_t k, int64_t n,

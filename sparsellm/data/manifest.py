@@ -81,7 +81,7 @@ class Manifest:
     # back. None if the file has no document yet, or has some from an earlier pass or in a finished folder.
     begun: dict[str, Any] | None = None
     exhausted: bool = False  # the source has no more documents
-    cut: bool = False  # the end of the stream is held out, because there are too few documents
+    cut: bool = False  # the end of the stream is held out, because it has too few documents to hold out whole ones
     # This preparation extends a finished folder. Runs may have trained on its tokens, so `sequence_length` stays the
     # same: then a cut moves only towards the end, and no token that was trained on is held out later.
     extends: bool = False

@@ -59,8 +59,8 @@ from sparsellm.data.tokenizer import Vocabulary
 from sparsellm.system import locks, regular
 from sparsellm.system.files import sync
 
-# Characters at the start of the text on which a tokenizer is trained: a few seconds, less than 1 GB of memory. In
-# pieces, because one text of ten million characters would take twice the memory.
+# A tokenizer is trained on this many characters from the start of the text, which takes a few seconds and less than
+# 1 GB of memory. The text is passed in pieces, because one string of this length would take twice the memory.
 TOKENIZER_CHARACTERS, TOKENIZER_PIECE = 10_000_000, 100_000
 AGAIN = "again"  # subfolder in which a cut stream is extended
 

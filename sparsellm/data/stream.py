@@ -74,8 +74,8 @@ class TokenStream:
 
     def validation(self, samples: int) -> torch.Tensor:
         """`samples` held-out blocks, or all if there are fewer: int64 [V, T + 1]. Every file gives a share in
-        proportion to its size, from its start, so the blocks are the same on every rank and at every start. Raises
-        DataError if there are none, unless nothing is to be held out."""
+        proportion to its size, from its first documents, so the blocks are the same on every rank and in every run.
+        Raises DataError if there are none, unless nothing is to be held out."""
         length, names = self.sequence_length, list(self.files)
         if self.validation_fraction == 0:
             return torch.empty(0, length + 1, dtype=torch.int64)

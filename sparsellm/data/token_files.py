@@ -13,8 +13,8 @@ from sparsellm.system import regular
 
 
 def cut(folder: Path, manifest: Manifest, held_out: int) -> None:
-    """Cut the stream of training documents followed by held-out ones, on disk and in `manifest`: its last `held_out`
-    tokens become the validation split, the others the training split."""
+    """Cut the stream of training documents followed by held-out ones, on disk and in `manifest`: the last
+    `held_out` tokens of the stream become the validation split, the others the training split."""
     trained, kept = manifest.train.tokens, manifest.tokens - held_out
     paths = {(split, kind): folder / f"{split}.{kind}" for split in SPLITS for kind in ("tokens", "documents")}
 

@@ -1,4 +1,5 @@
-"""The request of an evaluation: what decides its numbers, where they are written, and results.json from its parts.
+"""An evaluation request: the settings that determine the scores, the folder for the scores, and how results.json is
+assembled from their parts.
 
 Scores in several dtypes are never in one folder. If OUTPUT has scores of these weights in another dtype than the dtype
 of this evaluation, this evaluation writes to OUTPUT/DTYPE.

@@ -46,8 +46,8 @@ def is_counter(name: str) -> bool:
 
 
 def stock_tensors(tensors: dict[str, Tensor], config: Any) -> tuple[dict[str, Tensor], dict[str, list[str]]]:
-    """The tensors with the names and layouts of the stock model of `config` (a `stock_config`), and {what is wrong:
-    names} for tensors that fit neither spelling. Every other tensor is returned unchanged."""
+    """`tensors` with the names and layouts of the stock model of `config` (a `stock_config`), and {problem: names} for
+    feedforward weights that cannot be converted. Tensors outside the feedforward layers are returned unchanged."""
     gated, stock = config.model_type == "llama", {}
     shape = [config.intermediate_size, config.hidden_size]
     wrong: dict[str, list[str]] = {

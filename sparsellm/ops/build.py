@@ -136,7 +136,7 @@ def _named(path: Path) -> Path:
         raise NamedKernelsUnusable(f"{NAMED}={path} is {what}: name the library or its folder, or unset {NAMED}")
     if not compiler.fits(found):
         raise NamedKernelsUnusable(
-            f"{NAMED}={path} was built from other sources or flags than those of the installed sparsellm (build ID"
+            f"{NAMED}={path} was not built from the sources and flags of the installed sparsellm (build ID"
             f" {compiler.build_id()}): name a library of this version, made by `make kernels`, or unset {NAMED}"
         )
     return found

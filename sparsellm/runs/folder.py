@@ -53,9 +53,9 @@ class RunFolderError(SparsellmError, RuntimeError):
 def mistakes(config: Config, typed: Sequence[str] = ()) -> list[str]:
     """Why `config` cannot resume the existing run of its name, if there is one: the keys that differ.
 
-    A run with optimizer.schedule=wsd may be made longer. run.restart=true resumes no run; with torchrun's restarts,
-    each restart would lose all progress, so this combination is refused. `typed`: the overrides that `config` was
-    composed from.
+    A run with optimizer.schedule=wsd may be made longer. run.restart=true never resumes a run; with torchrun's
+    restarts, each restart would lose all progress, so this combination is refused. `typed`: the overrides that `config`
+    was composed from.
     """
     if config.run.restart and (restarts := int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))):
         return [

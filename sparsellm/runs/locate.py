@@ -182,8 +182,8 @@ def text_mistakes(text: str | None, models: Iterable[tuple[str, str]]) -> list[s
             found.append(str(error).replace("checkpoint=", f"{key}=", 1))
             continue
         if text is None and checkpoint.run is None:
-            what = "is not a local folder and taken as a hub name" if checkpoint.folder is None else "belongs to no run"
-            found.append(f"{key}={checkpoint} {what}: it has no held-out text, so give a text with text=FILE")
+            what = "is not a local folder, but a hub name" if checkpoint.folder is None else "belongs to no run"
+            found.append(f"{key}={checkpoint} {what}, so it has no held-out text: give a text with text=FILE")
     return found
 
 

@@ -285,9 +285,11 @@ def test_every_mistake_is_listed(bare, tmp_path):
     with pytest.raises(ConfigError) as error:
         analyzed(checkpoint=tmp_path / "none", text=tmp_path, sequences=0, batch_size=-1, min_count=0)
     assert len(error.value.mistakes) == 5
-    with pytest.raises(ConfigError, match="belongs to no run: it has no held-out text, so give a text with text=FILE"):
+    with pytest.raises(ConfigError, match="belongs to no run, so it has no held-out text: give a text with text=FILE"):
         analyzed(checkpoint=bare)
-    with pytest.raises(ConfigError, match="checkpoint=tinny is not a local folder and taken as a hub name"):
+    with pytest.raises(
+        ConfigError, match="checkpoint=tinny is not a local folder, but a hub name, so it has no held-out text"
+    ):
         analyzed(checkpoint="tinny")
 
 

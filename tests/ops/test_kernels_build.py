@@ -431,7 +431,7 @@ class TestWhichLibrary:
         [
             ("nowhere", "nowhere is neither a library nor a folder: name the library or its folder, or unset"),
             ("empty", f"empty is a folder without {LIBRARY}: name the library"),
-            ("other.so", "other.so was built from other sources or flags"),
+            ("other.so", "other.so was not built from the sources and flags of the installed sparsellm"),
         ],
     )
     def test_a_named_library_that_is_unusable_is_refused_though_others_fit(self, workshop, monkeypatch, name, message):

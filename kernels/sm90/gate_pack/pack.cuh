@@ -44,7 +44,7 @@ __device__ __forceinline__ uint32_t pack_tokens(uint32_t chunks, int token, bool
   return seen;
 }
 
-// Adds a CTA's sums to the counters, by all lanes of a warp.
+// Adds a CTA's sums to the counters. Called by all lanes of a warp.
 __device__ __forceinline__ void add_counts(const Packed& out, const Sums& sums, uint32_t lane) {
   const uint32_t more = lane < kCounters ? sums.counts[lane] : 0;
   if (more != 0) atomicAdd(reinterpret_cast<unsigned long long*>(out.counters) + lane, more);

@@ -7,7 +7,7 @@
 namespace sparsellm::order {
 
 constexpr int kSamples = 4096;  // tokens from which profiles are made
-constexpr int kGroup = 8;       // clusters per CTA of `profile`: a byte of each table row
+constexpr int kGroup = 8;       // clusters per CTA of profile_kernel; their bits are one byte of each table row
 constexpr int kGroups = kClusters / kGroup;
 constexpr int kShare = 16;  // a neuron is in a cluster's profile if 1 / kShare of the cluster's tokens fire it
 

@@ -494,8 +494,8 @@ struct ClusterCta {
     load_down(down, list, at);
     mine = warp_sum(mine);
     if (at + rank < list.size) mine = hidden_of(list.words[at + rank], mine);
-    // Two places alternate, b = 0, 1, 0, ... A CTA sends to place b again only after it has received what this warp
-    // sent to place b ^ 1, and this warp sent that after it had read place b.
+    // Double buffering, b = 0, 1, 0, ... A CTA sends to buffer b again only after it has received what this warp sent
+    // to buffer b ^ 1, and this warp sent that after it had read buffer b.
     const uint32_t b = exchanges % 2;
     const uint32_t barrier = ptx::smem_address(&shared.received[b][warp]);
     if (lane < kCluster) {

@@ -117,8 +117,8 @@ __device__ __forceinline__ void order_tiles(const Packed& packed, int64_t m, con
     const bool fits = nonzeros_fit(packed, plan);
     plan.totals[kRest] = fits ? 0 : 1;
     plan.totals[kListWords] = plan.totals[kLongWords] = 0;
-    if (fits) packed.counters[kUnion] = in_union;  // else gate_pack's value stays: the union of the tokens in their
-                                                   // original order
+    // Otherwise the counter keeps what gate_pack counted: unions over tiles of tokens in their original order.
+    if (fits) packed.counters[kUnion] = in_union;
     if (!fits) packed.counters[kRestCalls] += 1;
   }
   uint32_t tiles_so_far = 0, items_so_far = 0;

@@ -56,8 +56,8 @@ struct Tile {
 
 __device__ __forceinline__ Tile tile_of(int4 code) { return {code.x, code.y, code.z, code.w}; }
 
-// Piece `part` of the `parts` of a tile: blocks [first, last) of its slots. If there are several parts, part i writes
-// its sums to place base + i.
+// Piece `part` of the `parts` pieces of a tile: blocks [first, last) of the tile's slots. If there are several pieces,
+// piece i writes its partial sums to partials[base + i].
 struct Piece {
   Tile tile;
   int first, last, part, parts, base;

@@ -78,7 +78,8 @@ struct Shared {
 constexpr uint32_t kSharedBytes = kUpStages * kStageBytes + 2 * kPanels * kHalfBytes + sizeof(Shared);
 static_assert(kSharedBytes <= kMaxSharedBytes, "stages, products and row lists must fit in one CTA's shared memory");
 
-// A CTA's shared memory: the stages, the products of both halves, Shared. All except `shared` are shared addresses.
+// A CTA's shared memory: the stages, the products of both halves, then struct Shared. The integers are addresses in
+// shared memory.
 struct Memory {
   Shared& shared;
   uint32_t stages;    // [kUpStages] of kStageBytes

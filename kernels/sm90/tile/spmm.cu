@@ -349,9 +349,9 @@ struct Consumer {
     zero(operand_tile);
   }
 
-  // Each warp zeroes the 16 rows that its own share of a product reads, once the product has ended for this warp. Three
-  // operand tiles take turns. So the barrier of the scattering into another tile always lies between the zeroing of a
-  // tile and the next scattering, by all warps, into that tile.
+  // Each warp zeroes the 16 rows that its own share of a product reads, once the product has ended for this warp. The
+  // three operand tiles are used in rotation, so after a warp has zeroed a tile, all warps pass the barrier of another
+  // tile before any of them scatters into this tile again.
   __device__ __forceinline__ void zero(uint32_t operand_tile) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

@@ -62,8 +62,8 @@ struct Shared {
 constexpr uint32_t kSharedBytes = 2 * kOperands * kHalfBytes + kRowStages * kBBytes + sizeof(Shared);
 static_assert(kSharedBytes <= kMaxSharedBytes, "operands and barriers must fit in one CTA's shared memory");
 
-// A CTA's shared memory: the operand tiles of both consumers, the stages of B, Shared. All except `shared` are shared
-// addresses.
+// A CTA's shared memory: the operand tiles of both consumers, the stages of B, then struct Shared. The integers are
+// addresses in shared memory.
 struct Memory {
   Shared& shared;
   uint32_t operands;  // [consumer][kOperands]
