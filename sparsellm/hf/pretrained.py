@@ -161,8 +161,8 @@ def read_tokenizer(path: str | Path, vocab_size: int) -> Any:
         _reading(path, "tokenizer.json", lambda: tokenizer_file.check(file))
     # transformers also uses the model type to choose the tokenizer's class.
     config = read_config(path) if is_foreign(path) else None
-    options = {"config": config, "trust_remote_code": False, "local_files_only": local}
-    tokenizer = _reading(path, what, lambda: AutoTokenizer.from_pretrained(path, **options))
+    options = {"config": config, "local_files_only": local}
+    tokenizer = _reading(path, what, lambda: AutoTokenizer.from_pretrained(path, trust_remote_code=False, **options))
     words = _reading(path, what, lambda: tokenizer.get_vocab() if tokenizer("why water").input_ids else {})
     if not words:
         raise BrokenModel(
@@ -225,11 +225,11 @@ def read_model(path: str | Path, dtype: torch.dtype | str = "auto") -> Any:
     if local:
         logging.disable_progress_bar()  # reading a local folder takes seconds
     options = {
-        **source, "dtype": dtype, "trust_remote_code": False, "local_files_only": local, "use_safetensors": True,
-        "ignore_mismatched_sizes": True, "output_loading_info": True,
+        **source, "dtype": dtype, "local_files_only": local, "use_safetensors": True, "ignore_mismatched_sizes": True,
+        "output_loading_info": True,
     }  # fmt: skip
     try:
-        model, found = _reading(path, "the model", lambda: kind.from_pretrained(**options))
+        model, found = _reading(path, "the model", lambda: kind.from_pretrained(trust_remote_code=False, **options))
     finally:
         logging.set_verbosity(before)
         if bars:
