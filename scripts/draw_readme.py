@@ -4,9 +4,11 @@
 
 From top to bottom: the speedup of one layer against its nonzeros; the gains of whole models next to the paper's; and a
 whole run (docs/results/0p5b_150m.jsonl) with its speed compared with SiLU (docs/results/0p5b_300m.jsonl).
-scripts/compare_runs.py wrote both files.
+scripts/compare_runs.py wrote both files. The PNG stores a checksum of all these numbers, which tells a test whether the
+figure is up to date.
 """
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -25,6 +27,11 @@ OURS, PAPER, DENSE, INK = "#1f77b4", "#e08214", "#8c8c8c", "#222222"
 DARK, LIGHT = "#08519c", "#6baed6"  # two shades of OURS
 WIDTH, DPI = 8.3, 200  # inches; GitHub shows 830 pixels, so text on the page has its size in points
 MODELS = ("0.5B", "1B", "1.5B", "2B")
+TABLES = (
+    "One layer: forward pass", "One layer: forward and backward", "Forward pass of whole models",
+    "Training step: speed and memory", "Compared with the paper",
+)  # fmt: skip
+RUNS = ("0p5b_150m.jsonl", "0p5b_300m.jsonl")
 STYLE = {
     "font.size": 9, "font.family": "DejaVu Sans", "axes.titlesize": 9.5, "axes.labelsize": 9, "legend.fontsize": 8.5,
     "axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.7, "axes.edgecolor": "#555555",
@@ -61,11 +68,9 @@ def layer_speed_ups(rows: list[Row], engines: tuple[str, ...]) -> tuple[list[flo
 
 
 def draw_gains(text: str) -> Figure:
-    forward = [row for row in table("One layer: forward pass", text) if row["tokens"] == "131,072"]
-    training = table("One layer: forward and backward", text)
-    whole = {row["model"]: row for row in table("Forward pass of whole models", text)}
-    steps = {row["model"]: row for row in table("Training step: speed and memory", text)}
-    paper = {row["model"]: row for row in table("Compared with the paper", text)}
+    forward, training, *of_models = (table(heading, text) for heading in TABLES)
+    forward = [row for row in forward if row["tokens"] == "131,072"]
+    whole, steps, paper = ({row["model"]: row for row in rows} for rows in of_models)
 
     figure = plt.figure(figsize=(WIDTH, 8.5))
     above = figure.add_gridspec(1, 1, left=0.06, right=0.985, top=0.965, bottom=0.686)
@@ -106,8 +111,14 @@ def draw_gains(text: str) -> Figure:
         0.06, 0.262, "A ReLU + L1 run from its first step, with and without the kernels: 0.5B, 150M tokens, two H100s",
         fontsize=9.5, fontweight="bold",
     )  # fmt: skip
-    _run(figure, _rows("0p5b_150m.jsonl"), _rows("0p5b_300m.jsonl"))
+    _run(figure, *map(_rows, RUNS))
     return figure
+
+
+def checksum(text: str) -> str:
+    """SHA-256 of every number that draw_gains(text) draws."""
+    drawn = [table(heading, text) for heading in TABLES] + [_rows(name) for name in RUNS]
+    return hashlib.sha256(json.dumps(drawn).encode()).hexdigest()
 
 
 def _rows(name: str) -> dict[str, Rows]:
@@ -205,8 +216,9 @@ def _bars(axes: Axes, title: str, theirs: dict[str, float], ours: dict[str, floa
 
 def main() -> None:
     with plt.rc_context(STYLE):
-        figure = draw_gains((DOCS / "RESULTS.md").read_text())
-        figure.savefig(DOCS / "gains.png", dpi=DPI, facecolor="white", metadata={"Software": None})
+        text = (DOCS / "RESULTS.md").read_text()
+        metadata = {"Software": None, "Source": checksum(text)}
+        draw_gains(text).savefig(DOCS / "gains.png", dpi=DPI, facecolor="white", metadata=metadata)
 
 
 if __name__ == "__main__":

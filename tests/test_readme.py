@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from PIL import Image
 
 from scripts import draw_readme
 from sparsellm.config import EvaluateConfig, from_overrides, mistakes, sweep_request
@@ -164,6 +165,10 @@ def test_the_pictures_follow_from_the_tables():
     training = draw_readme.table("One layer: forward and backward", text)
     assert draw_readme.layer_speed_ups(training, ("tile", "dense engine"))[1][0] == 3.46
     draw_readme.plt.close(draw_readme.draw_gains(text))
+    with Image.open(ROOT / "docs/gains.png") as picture:
+        stale = "docs/gains.png has other numbers: run python -m scripts.draw_readme"
+        assert picture.info["Source"] == draw_readme.checksum(text), stale
+    assert draw_readme.checksum(text) != draw_readme.checksum(text.replace("1.44", "1.45"))
     first_steps = {row["after 400 steps"]: row for row in draw_readme.table("L1 loss: the first 400 steps", text)}
     diagram = (ROOT / "docs/how_it_works.svg").read_text()
     for step in ("step 1", "step 200", "step 400"):
