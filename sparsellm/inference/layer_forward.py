@@ -67,7 +67,7 @@ class Places(NamedTuple):
 
     @classmethod
     def of(cls, lengths: Tensor, longest: int, tokens: int) -> Self:
-        """lengths [B] int64. longest, tokens: T and R, passed so that the host need not wait for the device."""
+        """lengths [B] int64. longest, tokens: T and R, which the host would have to wait for if it read `lengths`."""
         ends, padded = lengths.cumsum(0), None
         if tokens < len(lengths) * longest:
             # Sequence b starts at b T when padded, and at the sum of the earlier lengths when packed.

@@ -1,9 +1,5 @@
 """Token counts at which the engines change their algorithm.
 
-    capacity   how many nonzeros the lists of the tile engine hold
-    orders     whether the tile engine orders the tokens
-    fuses      whether the dense engine fuses its elementwise operations into the GEMMs
-
 These counts are properties of the kernels, identical on all GPUs, and operators need them at run time. The engine
 itself is chosen at a higher level, from measured costs (sparsellm.policy). Letters: M tokens, N neurons.
 """

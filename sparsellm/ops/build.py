@@ -63,7 +63,7 @@ def load() -> None:
 
 
 def check() -> None:
-    """Raise KernelsUnavailable where `load` would, as far as can be known without compiling or loading."""
+    """Raise KernelsUnavailable if `load` would, as far as can be known without compiling or loading."""
     _check_device()
     if prebuilt() is None:
         compiler.nvcc()

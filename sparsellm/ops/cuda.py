@@ -15,8 +15,8 @@ from sparsellm.ops import borders
 from sparsellm.ops.plan import Engine, Plan
 from sparsellm.ops.twell import PackedGate
 
-# Bytes. TMA and 16-byte loads need this alignment, and a saved buffer's length is a multiple of it plus a number that
-# identifies the engine (engine_of).
+# Bytes. TMA and 16-byte loads need this alignment, and a saved buffer's length is a multiple of ALIGNMENT plus a number
+# that identifies the engine (engine_of).
 ALIGNMENT = 16
 SAVED_BY = {0: Engine.dense, 2: Engine.tile, 6: Engine.tile}  # by a saved buffer's length modulo ALIGNMENT
 NO_MEMORY = "torch could not allocate memory"  # in the error of an operator (kernels/bindings.cpp)

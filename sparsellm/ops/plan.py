@@ -28,7 +28,7 @@ ENGINES = tuple(engine.name for engine in Engine)
 
 class Plan(NamedTuple):
     """engine: which engine computes. room: the capacity of the tile engine's lists, in nonzeros per token on average
-    over a call. A call with more takes the overflow path, which is exact but slower, and `rest_calls` counts it."""
+    over a call. A call with more takes the overflow path, which is exact but slower, and adds 1 to `rest_calls`."""
 
     engine: Engine = Engine.dense
     room: int = ROOM

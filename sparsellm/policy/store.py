@@ -55,7 +55,7 @@ def keep(costs: Costs, sizes: Tuning | None) -> Path:
 
 @contextmanager
 def measuring() -> Iterator[bool]:
-    """Lock on measuring for `file()`, which one process per machine holds at a time; the others wait.
+    """The lock on measuring for `file()`: one process per machine holds the lock, and other processes wait for it.
 
     Yields True with the lock, and False if another process still holds the lock after PATIENCE seconds. If the cache
     cannot be written, there is no lock, and the result is True.

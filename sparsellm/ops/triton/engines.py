@@ -274,7 +274,7 @@ def _gathered(
     unions: Unions, shape: Shape, a: Tensor, b: Tensor, out: Tensor, rows: int,
     more: tuple[Tensor, Tensor] | None = None, more_out: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """out = a b (and more_out, if `a` has two matrices stacked), plus the matmul of `more` (a, b), if given."""
+    """out = a b (and more_out, if `a` has two matrices stacked), plus the matmul of `more` (a, b), if not None."""
     k = b.shape[1]
     products.gathered[len(unions.sizes) * tiles(k, shape.columns),](
         a, b, *(more or (None, None)), unions.slots, unions.sizes, unions.longest, unions.order, out, more_out, rows,

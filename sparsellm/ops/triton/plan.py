@@ -46,7 +46,7 @@ def _or(a, b):
 
 @triton.jit(do_not_specialize=["rows"])
 def mark(z, bits, rows, N: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr):
-    """Set bits [rows, ceil(N / 32)] where relu(z), z [rows, N], is not zero. NaN is not zero, -0.0 is.
+    """Set bits [rows, ceil(N / 32)] where relu(z), z [rows, N], is not zero. -0.0 is zero, NaN is not.
 
     Program (i, j): ROWS rows, WORDS words of each.
     """
