@@ -9,6 +9,7 @@ import math
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -355,7 +356,7 @@ class Evaluation:
             decoder = Decoder(model_config, activation)
         decoder.load_state_dict(weights, assign=True)
         decoder.to(device).eval()
-        if takes_kernels(config, kernels, device.type):
+        if takes_kernels(replace(config.runtime, kernels=kernels), activation, device.type):
             accelerate(decoder, kernels.name)
         bfloat16 = config.runtime.precision == Precision.bfloat16
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=bfloat16)

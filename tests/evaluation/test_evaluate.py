@@ -25,7 +25,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from wandb_server import dead_url
 
 from sparsellm.commands import evaluate
-from sparsellm.config import ConfigError, Dtype, EvaluateConfig, Kernels, WandbMode, from_overrides, load, save
+from sparsellm.config import (
+    ConfigError,
+    Device,
+    Dtype,
+    EvaluateConfig,
+    Kernels,
+    WandbMode,
+    from_overrides,
+    load,
+    save,
+    takes_kernels,
+)
 from sparsellm.distributed.groups import process_group
 from sparsellm.evaluation import checkpoint, downstream, request, results, tasks
 from sparsellm.evaluation.checkpoint import evaluate_checkpoint
@@ -487,6 +498,19 @@ def test_without_its_tokens_a_run_has_scores_but_no_validation(run, rows):
     assert found["mean"] == found["tasks"]["piqa"]["score"]
     without = EvaluateConfig(checkpoint=str(run), data_dir=str(rows), tasks=["piqa"], validation=False)
     assert evaluate_checkpoint(without)["failed"] == {}
+
+
+def test_the_held_out_loss_asks_for_the_kernels_of_this_scoring(run, rows, monkeypatch):
+    """On a GPU, the kernels compute the loss if the run and the options of the evaluation allow them."""
+    asked = []
+    monkeypatch.setattr(checkpoint, "takes_kernels", lambda *about: asked.append(about))
+    evaluate_checkpoint(EvaluateConfig(str(run), ["piqa"], str(rows), kernels=Kernels.torch))
+    ((runtime, activation, device),) = asked
+    assert (runtime.kernels, runtime.precision.name, activation.name) == (Kernels.torch, "bfloat16", "relu")
+    assert not takes_kernels(runtime, activation, "cuda")
+    on_a_gpu = replace(runtime, kernels=Kernels.auto, device=Device.auto, deterministic=False)
+    assert takes_kernels(on_a_gpu, activation, "cuda")
+    assert device == checkpoint.device_type("auto")
 
 
 def test_kernels_and_pytorch_side_by_side(run, rows, monkeypatch):
