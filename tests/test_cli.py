@@ -65,7 +65,7 @@ def test_a_command_speaks_before_it_imports_what_takes_seconds(command):
         ("train", ["data.tokenzier=x"], "did you mean data.tokenizer?"),
         ("train", ["training.batch_size=0", "optimizer.beta1=2"], "2 mistakes in the configuration"),
         ("train", ["--cfg", "job", "training.steps=many"], "training.steps is many"),
-        ("prepare_data", ["data.validation_fraction=2"], "it should be above 0 and below 1"),
+        ("prepare_data", ["data.validation_fraction=2"], "it should be at least 0 and below 1"),
         ("evaluate", ["checkpiont=x", "limit=0"], "3 mistakes in the configuration"),
         ("analyze", [], "checkpoint has no value"),
         ("push", ["checkpoint=x", "repo=name"], "repo=name is not a hub name"),

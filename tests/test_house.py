@@ -18,7 +18,7 @@ ENTRY_POINTS = len(FLOORS)
 CONFIG_FLOORS = [
     {"errors", "groups", "keys"},
     {"architecture"},
-    {"schema", "model_rules"},
+    {"schema"},
     {"values"},
     {"rules", "overrides"},
     {"checkpoint_rules"},

@@ -1,5 +1,7 @@
-"""Configuration keys of the decoder, and its parameter count."""
+"""The decoder's configuration keys, the rules for its heads and rotary embedding, and its parameter count."""
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -11,14 +13,14 @@ class RopeType(Enum):
     """RoPE scaling methods for contexts longer than the pretraining context, as in transformers."""
 
     default = "default"  # no scaling
-    linear = "linear"  # all frequencies are divided by one factor
-    llama3 = "llama3"  # low frequencies are divided, high ones kept, those between interpolated
-    yarn = "yarn"  # like llama3 over another range; cos and sin are scaled as well
+    linear = "linear"  # divides all frequencies by one factor
+    llama3 = "llama3"  # divides low frequencies, keeps high frequencies, and interpolates in between
+    yarn = "yarn"  # like llama3 over another range of frequencies; also scales cos and sin
 
 
 @dataclass
 class RopeParameters:
-    """RoPE scaling, as `rope_parameters` of transformers; null takes transformers' default."""
+    """RoPE scaling, as in `rope_parameters` of transformers. null: transformers' default."""
 
     rope_type: RopeType = key(RopeType.default, "RoPE scaling method.")
     factor: float | None = key(None, "RoPE scaling factor; unused by rope_type=default.")
@@ -43,11 +45,11 @@ class RopeParameters:
     mscale_all_dim: float | None = key(None, "Denominator of the derived attention_factor (yarn).")
 
     def given(self) -> dict[str, Any]:
-        """All keys that are not null, except `rope_type`."""
+        """The values of all keys that are not null, except `rope_type`."""
         return {name: value for name, value in vars(self).items() if name != "rope_type" and value is not None}
 
 
-# The keys of RopeParameters that each type requires, and those that it allows.
+# For each type, the keys of RopeParameters that it requires and the keys that it allows in addition.
 ROPE_KEYS: dict[RopeType, tuple[set[str], set[str]]] = {
     RopeType.default: (set(), set()),
     RopeType.linear: ({"factor"}, set()),
@@ -105,9 +107,8 @@ def embedding_weights(model: ModelConfig) -> int:
     return model.vocab_size * model.hidden_size * (1 if model.tie_embeddings else 2)
 
 
-# What training holds and saves per parameter:
-FLOAT32 = 4  # bytes of its weight, its gradient, and each of AdamW's moments
-MOMENTS = 2
+FLOAT32 = 4  # bytes of a parameter's weight, of its gradient, and of each of AdamW's moments
+MOMENTS = 2  # number of AdamW's moments
 
 
 def parameters(model: ModelConfig) -> int:
@@ -119,3 +120,60 @@ def parameters(model: ModelConfig) -> int:
     if model.qk_norm:
         layer += 2 * model.head_width
     return embedding_weights(model) + model.num_layers * layer + width
+
+
+def architecture_mistakes(model: ModelConfig) -> list[str]:
+    """Mistakes in the heads and the rotary embedding of `model`, each with its remedy."""
+    heads = _head_mistakes(model) if model.num_heads >= 1 else ()
+    return [*heads, *_stock_mistakes(model), *_rope_mistakes(model)]
+
+
+def _head_mistakes(model: ModelConfig) -> Iterator[str]:
+    if model.head_dim is None and model.hidden_size % (2 * model.num_heads):
+        yield (
+            f"model.hidden_size {model.hidden_size} cannot be divided into {model.num_heads} heads of even dimension:"
+            " change model.num_heads"
+        )
+    if model.head_dim is not None and (model.head_dim < 2 or model.head_dim % 2):
+        yield f"model.head_dim is {model.head_dim}: it should be an even number, or null"
+    if model.kv_heads < 1 or model.num_heads % model.kv_heads:
+        yield (
+            f"model.num_key_value_heads is {model.num_key_value_heads}: it should divide model.num_heads"
+            f" {model.num_heads}, or be null"
+        )
+
+
+def _stock_mistakes(model: ModelConfig) -> Iterator[str]:
+    """Mistakes for architectures that no class of transformers supports, so the model could not be exported."""
+    if model.attention_bias and model.qk_norm:
+        yield "model.attention_bias is true with model.qk_norm=true: transformers has no such model; set one to false"
+    if not model.gated and (model.attention_bias or model.qk_norm):
+        key = "attention_bias" if model.attention_bias else "qk_norm"
+        yield f"model.{key} is true with model.gated=false: transformers has no such model; set model.{key} to false"
+    if not model.gated and model.num_heads >= 1 and model.hidden_size % model.num_heads:
+        yield (
+            f"model.num_heads is {model.num_heads} with model.gated=false: it should divide model.hidden_size"
+            f" {model.hidden_size}, because transformers requires it"
+        )
+
+
+def _rope_mistakes(model: ModelConfig) -> Iterator[str]:
+    rope, given = model.rope_parameters, model.rope_parameters.given()
+    required, optional = ROPE_KEYS[rope.rope_type]
+    for name in sorted(required - given.keys()):
+        yield f"model.rope_parameters.{name} is null: rope_type={rope.rope_type.name} requires it"
+    for name, value in given.items():
+        if name not in required | optional:
+            yield (
+                f"model.rope_parameters.{name} is {value}: rope_type={rope.rope_type.name} does not use it; set it to"
+                " null"
+            )
+        elif not isinstance(value, bool) and not 0 < value < math.inf:
+            yield f"model.rope_parameters.{name} is {value}: it should be a positive number"
+    if rope.factor is not None and rope.factor < 1:
+        yield f"model.rope_parameters.factor is {rope.factor}: it should be at least 1"
+    for least, most in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+        if least in given and most in given and not given[least] < given[most]:
+            yield (
+                f"model.rope_parameters.{least} is {given[least]}: it should be below {most}, which is {given[most]}"
+            )

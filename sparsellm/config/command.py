@@ -7,7 +7,7 @@ main(["experiment=0p5b", "training.steps=100"], "python -m sparsellm.train")  # 
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from sparsellm.config.commands import COMMANDS
 from sparsellm.config.compose import AnyConfig, as_yaml, composition
@@ -25,20 +25,18 @@ def entry_point(
     check: Callable[[AnyConfig, list[str]], list[str]] | None = None,
     adopt: Callable[[AnyConfig, list[str]], list[str]] = lambda _config, _typed: [],
 ) -> Callable[[Callable[[AnyConfig], int]], Callable[[list[str], str], int]]:
-    """Make `main(config)` the command `name`: compose its configuration, check it, call `main`.
+    """Make `main(config)` the command `name`: compose the configuration, check it, and call `main`.
 
-    `check(config, typed overrides)` lists every mistake; None: only the rules of the command's values are checked.
-    These rules alone apply if a typed override is refused, because its effect on the rest is unknown. `adopt` sets
-    values in place from files that the configuration names; it runs before the rules, and `check` calls it itself.
+    `check(config, typed overrides)` lists every mistake. The command's rules in COMMANDS alone apply without `check`,
+    and if a typed override is refused, because the effect of that override on other checks is unknown. `adopt` sets
+    values in place from files that the configuration names. `adopt` runs before the rules, and `check` must call it.
 
     Exit code: the result of `main`, 2 for a refused configuration (with every mistake listed), or 1 for any other error
     of this package.
     """
     record = COMMANDS[name]
     assert record.mistakes is not None
-    values: Callable[[Any], list[str]] = record.mistakes
-    schema: Any = record.schema
-    look = check or (lambda config, _typed: values(config))
+    values, schema = record.mistakes, cast(type[AnyConfig], record.schema)
 
     def decorate(main: Callable[[AnyConfig], int]) -> Callable[[list[str], str], int]:
         def command(arguments: list[str], program: str) -> int:
@@ -46,13 +44,11 @@ def entry_point(
                 show = CFG in arguments
                 typed = _without_cfg(arguments) if show else arguments
                 composed = composition(typed, schema)
-                if show or composed.mistakes:
-                    found = composed.mistakes + looked_at(
-                        lambda: adopt(composed.config, typed) or values(composed.config)
-                    )
+                if show or composed.mistakes or check is None:
+                    found = looked_at(lambda: adopt(composed.config, typed) or values(composed.config))
                 else:
-                    found = looked_at(lambda: look(composed.config, typed))
-                if found:
+                    found = looked_at(lambda: check(composed.config, typed))
+                if found := composed.mistakes + found:
                     raise ConfigError(list(dict.fromkeys(found)))
                 for note in composed.notes:
                     _warn(note)
@@ -73,8 +69,8 @@ def entry_point(
 
 
 def refused(name: str, arguments: list[str]) -> bool:
-    """Whether the command `name` is refused because of its overrides; prints every mistake that can be found without
-    torch, which takes seconds to import. The command itself checks data, folders and devices later."""
+    """Whether the overrides of the command `name` are refused; prints every mistake in them that can be found without
+    torch, which takes seconds to import. The command checks data, folders and devices later."""
     arguments = _without_cfg(arguments) if CFG in arguments else arguments
     record = COMMANDS[name]
     try:
@@ -83,8 +79,8 @@ def refused(name: str, arguments: list[str]) -> bool:
             found = composition([text for texts in request.axes.values() for text in texts]).mistakes
             found += [f"evaluate: {m}" for m in composition(request.evaluate, EvaluateConfig).mistakes]
         else:
-            values, composed = record.mistakes, composition(arguments, record.schema)
-            # The model of init_from is not read yet, so rules on its values cannot be checked.
+            values, composed = record.mistakes, composition(arguments, cast(type[Any], record.schema))
+            # The values of model.* are unknown as long as the model of init_from is not read.
             whole = getattr(composed.config, "init_from", None) is None
             found = composed.mistakes + (looked_at(lambda: values(composed.config)) if whole else [])
         if found:
@@ -96,7 +92,7 @@ def refused(name: str, arguments: list[str]) -> bool:
 
 
 def looked_at(look: Callable[[], list[str]]) -> list[str]:
-    """The mistakes that `look()` finds, or the mistake that a path cannot be read for lack of permission."""
+    """The mistakes that `look()` finds; if it cannot read a path, a mistake that names the path."""
     try:
         return look()
     except OSError as error:
@@ -113,6 +109,6 @@ def _without_cfg(arguments: list[str]) -> list[str]:
 
 
 def _warn(text: str) -> None:
-    """Print on the main rank only: all ranks have the same command line and the same mistakes."""
+    """Print on the main rank only, because all ranks have the same command line and the same mistakes."""
     if is_main_rank():
         warn(text)

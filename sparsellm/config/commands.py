@@ -1,9 +1,9 @@
-"""The table of commands: usage, configuration keys and rules of each.
+"""The table of commands: the usage, the configuration keys and the rules of each command.
 
-A command NAME is the function `main(arguments, program)` of sparsellm/commands/NAME.py, whose docstring is its help
-text and starts with a one-line summary. `python -m sparsellm.NAME` runs sparsellm/NAME.py, next to cli.py.
+A command NAME is the function `main(arguments, program)` of sparsellm/commands/NAME.py. The docstring of that file is
+the command's help text and starts with a one-line summary. `python -m sparsellm.NAME` runs sparsellm/NAME.py.
 
-This module imports nothing slow, because `--help` reads the table.
+`--help` reads the table, so this module imports nothing slow.
 """
 
 import ast
@@ -12,47 +12,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparsellm.config.checkpoint_rules import (
-    analyze_mistakes,
-    benchmark_mistakes,
-    calibrate_mistakes,
-    evaluate_mistakes,
-    generate_mistakes,
-    import_mistakes,
-    push_mistakes,
-)
-from sparsellm.config.rules import mistakes, prepare_mistakes
-from sparsellm.config.schema import (
-    AnalyzeConfig,
-    BenchmarkConfig,
-    CalibrateConfig,
-    Config,
-    EvaluateConfig,
-    GenerateConfig,
-    ImportConfig,
-    PushConfig,
-    SweepConfig,
-)
+from sparsellm.config import checkpoint_rules, rules, schema
 
 FOLDER = Path(__file__).parents[1] / "commands"
 
 
 @dataclass(frozen=True)
 class Keys:
-    """Keys that a command accepts: the keys of a schema, or of some of its groups, with an optional prefix."""
+    """Keys that a command accepts: those of a schema, or of some of its groups, with an optional prefix."""
 
     schema: type
-    groups: tuple[str, ...] | None = None  # None: all
+    groups: tuple[str, ...] | None = None  # None: all groups
     prefix: str = ""
 
 
 @dataclass(frozen=True)
 class Command:
-    usage: str  # arguments, as shown in the help
+    usage: str  # arguments, as shown in the help text
     keys: tuple[Keys, ...]  # the first entry has the schema of the command's configuration
-    mistakes: Callable[[Any], list[str]] | None  # checks the configuration; None: the runs that it starts are checked
-    of_ranks: bool = False  # runs on all ranks of torchrun, or starts commands that do
-    prints_result: bool = False  # its only result is standard output, so it stops if that closes
+    mistakes: Callable[[Any], list[str]] | None  # checks the configuration; None: `sweep` checks each run instead
+    of_ranks: bool = False  # whether the command runs on all ranks of torchrun, or starts commands that do
+    prints_result: bool = False  # whether standard output is the only result, so a closed output ends the command
 
     @property
     def schema(self) -> type:
@@ -60,35 +40,45 @@ class Command:
 
 
 COMMANDS = {
-    "train": Command("[GROUP=CHOICE ...] [KEY=VALUE ...]", (Keys(Config),), mistakes, of_ranks=True),
+    "train": Command("[GROUP=CHOICE ...] [KEY=VALUE ...]", (Keys(schema.Config),), rules.mistakes, of_ranks=True),
     "prepare_data": Command(
-        "[GROUP=CHOICE ...] [KEY=VALUE ...]", (Keys(Config, ("data", "training")),), prepare_mistakes
+        "[GROUP=CHOICE ...] [KEY=VALUE ...]", (Keys(schema.Config, ("data", "training")),), rules.prepare_mistakes
     ),
-    "evaluate": Command("checkpoint=PATH [KEY=VALUE ...]", (Keys(EvaluateConfig),), evaluate_mistakes, of_ranks=True),
-    "sweep": Command(
-        "[GROUP=CHOICE,... ...] [KEY=VALUE,VALUE ...] [sweep.KEY=VALUE ...] [evaluate.KEY=VALUE ...]",
-        (Keys(SweepConfig, prefix="sweep."), Keys(EvaluateConfig, prefix="evaluate.")),
-        mistakes=None,
+    "evaluate": Command(
+        "checkpoint=PATH [KEY=VALUE ...]", (Keys(schema.EvaluateConfig),), checkpoint_rules.evaluate_mistakes,
         of_ranks=True,
     ),
-    "analyze": Command("checkpoint=PATH [KEY=VALUE ...]", (Keys(AnalyzeConfig),), analyze_mistakes),
+    "sweep": Command(
+        "[GROUP=CHOICE,... ...] [KEY=VALUE,VALUE ...] [sweep.KEY=VALUE ...] [evaluate.KEY=VALUE ...]",
+        (Keys(schema.SweepConfig, prefix="sweep."), Keys(schema.EvaluateConfig, prefix="evaluate.")),
+        mistakes=None, of_ranks=True,
+    ),
+    "analyze": Command(
+        "checkpoint=PATH [KEY=VALUE ...]", (Keys(schema.AnalyzeConfig),), checkpoint_rules.analyze_mistakes
+    ),
     "generate": Command(
-        "checkpoint=PATH [prompt=TEXT] [KEY=VALUE ...]", (Keys(GenerateConfig),), generate_mistakes, prints_result=True
+        "checkpoint=PATH [prompt=TEXT] [KEY=VALUE ...]", (Keys(schema.GenerateConfig),),
+        checkpoint_rules.generate_mistakes, prints_result=True,
     ),
     "benchmark": Command(
-        "checkpoint=PATH [baseline=PATH] [KEY=VALUE ...]", (Keys(BenchmarkConfig),), benchmark_mistakes
+        "checkpoint=PATH [baseline=PATH] [KEY=VALUE ...]", (Keys(schema.BenchmarkConfig),),
+        checkpoint_rules.benchmark_mistakes,
     ),
-    "calibrate": Command("model=NAME [KEY=VALUE ...]", (Keys(CalibrateConfig),), calibrate_mistakes),
+    "calibrate": Command(
+        "model=NAME [KEY=VALUE ...]", (Keys(schema.CalibrateConfig),), checkpoint_rules.calibrate_mistakes
+    ),
     "import_model": Command(
-        "checkpoint=FOLDER_OR_HUB_NAME output_dir=FOLDER [KEY=VALUE ...]", (Keys(ImportConfig),), import_mistakes
+        "checkpoint=FOLDER_OR_HUB_NAME output_dir=FOLDER [KEY=VALUE ...]", (Keys(schema.ImportConfig),),
+        checkpoint_rules.import_mistakes,
     ),
     "push": Command(
-        "checkpoint=PATH repo=OWNER/NAME [license=NAME] [KEY=VALUE ...]", (Keys(PushConfig),), push_mistakes
+        "checkpoint=PATH repo=OWNER/NAME [license=NAME] [KEY=VALUE ...]", (Keys(schema.PushConfig),),
+        checkpoint_rules.push_mistakes,
     ),
-}
+}  # fmt: skip
 
 
 def description(name: str) -> str:
-    """The help text of a command: the docstring of its module, which is read without importing it."""
+    """The help text of a command: its module's docstring, read without importing the module."""
     text = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
     return ast.get_docstring(ast.parse(text)) or ""

@@ -17,44 +17,24 @@ import xxhash
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from sparsellm.config.errors import ConfigError
 from sparsellm.config.groups import COMPOSITION, CONFIGS, EXPERIMENT
 from sparsellm.config.overrides import Typed, parse
-from sparsellm.config.schema import (
-    AnalyzeConfig,
-    BenchmarkConfig,
-    CalibrateConfig,
-    Config,
-    EvaluateConfig,
-    GenerateConfig,
-    ImportConfig,
-    PushConfig,
-    Source,
-)
+from sparsellm.config.schema import Config, Source
 from sparsellm.config.values import build, definition, fingerprint, flat, from_dict, nested, to_dict
 from sparsellm.system import regular
 from sparsellm.system.files import write_whole
 
-AnyConfig = TypeVar(
-    "AnyConfig",
-    Config,
-    EvaluateConfig,
-    AnalyzeConfig,
-    GenerateConfig,
-    BenchmarkConfig,
-    CalibrateConfig,
-    ImportConfig,
-    PushConfig,
-)
+AnyConfig = TypeVar("AnyConfig")  # the configuration of a command
 Flat = dict[str, Any]  # group.key -> plain value
 
 LARGEST, DEEPEST = 1_000_000, 16  # limits of a config.yaml: characters, and nesting depth
-SEAL = "# checksum xxh3_64 "  # start of a config.yaml
+SEAL = "# checksum xxh3_64 "  # the first line of a config.yaml starts with SEAL
 WARMUP = "optimizer.warmup_steps"
 WARMUP_SHARE = 10  # unless typed, the warm-up takes at most 1 / WARMUP_SHARE of the steps
-NAME_PARTS = 40  # characters of a run's name for the differences from the experiment
+NAME_PARTS = 40  # maximum characters of the differences from the experiment in a run's name
 
 ConfigStore.instance().store(name=f"{COMPOSITION}_schema", node=Config)
 
@@ -63,10 +43,10 @@ ConfigStore.instance().store(name=f"{COMPOSITION}_schema", node=Config)
 class Composition(Generic[AnyConfig]):
     """The result of composing a command line."""
 
-    config: AnyConfig  # composed without refused overrides
+    config: AnyConfig  # composed without the refused overrides
     mistakes: list[str]  # refused overrides, each with its remedy
     notes: list[str]  # values that are neither typed nor defaults, and why
-    choices: dict[str, str | None]  # choice of every group; None if the experiment was removed
+    choices: dict[str, str | None]  # choice of every group; None for experiment=null
 
     @property
     def experiment(self) -> str | None:
@@ -91,13 +71,12 @@ def composition(overrides: list[str], schema: type[Any] = Config) -> Composition
     config = build(Config, nested(values))
     if config.data.path is None:
         config.data.path = f"data/{config.data.name}"
-    # Shells do not expand the "~" in run.root=~/runs. A folder named "~" would be dangerous: `rm -r ~` removes the home
-    # folder.
+    # Shells do not expand the "~" in run.root=~/runs, and a folder named "~" is dangerous: `rm -r ~` removes the home.
     config.data.path = expanduser(config.data.path)  # noqa: PTH111 (Path's raises for unknown users)
     config.run.root = expanduser(config.run.root)  # noqa: PTH111
     data = config.data
     if data.tokenizer is None and "data.tokenizer" not in typed.keys and data.source != Source.stdlib_docs:
-        data.tokenizer = config.init_from  # a model's tokens come from its tokenizer
+        data.tokenizer = config.init_from  # the model understands only the tokens of its own tokenizer
     if config.run.name is None:
         values, marked = definition(config), fingerprint(config)
         config.run.name = _run_name(values, marked, typed, chosen.get(EXPERIMENT), capped=bool(notes))
@@ -121,8 +100,9 @@ def from_overrides(overrides: list[str], schema: type[Any] = Config) -> Any:
 
 
 def _layers(typed: Typed) -> tuple[Flat, dict[str, str | None]]:
-    """The values of all layers combined, and the choice of every group."""
-    values, chosen = _composed(tuple(typed.groups.items()))
+    """The values of all layers combined, and the choice of every group. An experiment overrides other groups."""
+    overrides = [f"~{group}" if choice is None else f"{group}={choice}" for group, choice in typed.groups.items()]
+    values, chosen = _hydra(COMPOSITION, *overrides)
     return values | _typed_values(typed), chosen
 
 
@@ -135,34 +115,22 @@ def _typed_values(typed: Typed) -> Flat:
     values: Flat = {}
     for group, choice in typed.groups.items():
         if group != EXPERIMENT and choice is not None:
-            values |= _choice(group, choice)
+            values |= _hydra(f"{group}/{choice}")[0]
     return values | typed.keys
 
 
-@lru_cache(maxsize=64)
-def _composed(groups: tuple[tuple[str, str | None], ...]) -> tuple[Flat, dict[str, str | None]]:
-    """Hydra's composition of the defaults lists with these choices; an experiment overrides other groups."""
-    overrides = [f"~{group}" if choice is None else f"{group}={choice}" for group, choice in groups]
-    composed, chosen = _hydra(COMPOSITION, overrides)
-    return flat(cast(Flat, OmegaConf.to_container(composed, resolve=True, enum_to_str=True))), chosen
-
-
-@lru_cache(maxsize=64)
-def _choice(group: str, choice: str) -> Flat:
-    """The values that a choice's file sets."""
-    composed, _ = _hydra(f"{group}/{choice}", [])
-    return flat(cast(Flat, OmegaConf.to_container(composed, resolve=True)))
-
-
-def _hydra(name: str, overrides: list[str]) -> tuple[DictConfig, dict[str, str | None]]:
+@lru_cache(maxsize=128)
+def _hydra(name: str, *overrides: str) -> tuple[Flat, dict[str, str | None]]:
+    """The values of the file `name` of configs/ with its defaults list, and the choice of every group."""
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        composed = compose(name, overrides=overrides, return_hydra_config=True)
+        composed = compose(name, overrides=list(overrides), return_hydra_config=True)
     chosen = {group: choice for group, choice in composed.hydra.runtime.choices.items() if "/" not in group}
-    return OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"]), chosen
+    values = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
+    return flat(cast(Flat, OmegaConf.to_container(values, resolve=True, enum_to_str=True))), chosen
 
 
 def _cap_warmup(values: Flat) -> list[str]:
-    """Shorten a warm-up that is too long for the run, with a note."""
+    """Shorten a warm-up that is too long for the run, and return a note that says so."""
     longest, before = max(0, values["training.steps"] // WARMUP_SHARE), values[WARMUP]
     if before <= longest:
         return []
@@ -174,8 +142,7 @@ def _cap_warmup(values: Flat) -> list[str]:
 
 
 def _run_name(values: Flat, fingerprint: str, typed: Typed, experiment: str | None, capped: bool) -> str:
-    """EXPERIMENT-relu-steps_800-3f2a91c0: differences from the experiment, and the fingerprint of all values that
-    define the run."""
+    """A name such as EXPERIMENT-relu-steps_800-3f2a91c0: the differences from the experiment, and `fingerprint`."""
     alone, with_groups = (
         definition(build(Config, nested(_layers(Typed(groups))[0])))
         for groups in ({EXPERIMENT: experiment}, typed.groups)
@@ -187,14 +154,14 @@ def _run_name(values: Flat, fingerprint: str, typed: Typed, experiment: str | No
             continue
         if group in typed.groups and value == with_groups[key]:
             groups.append(str(typed.groups[group]))
-            continue
-        keys.append((last or group, value))
+        else:
+            keys.append((last or group, value))
     return _joined(experiment, groups, keys, fingerprint)
 
 
 def name_by(swept: list[str], values: Flat, fingerprint: str, choices: dict[str, str | None]) -> str:
-    """EXPERIMENT-relu-seed_1-3f2a91c0: a run's name that says what it has of the keys and groups that are `swept`, in
-    the schema's order. `values`: of every key; `choices`: of every group."""
+    """The name of a sweep's run, such as EXPERIMENT-relu-seed_1-3f2a91c0: its values of the keys and groups that are
+    `swept`, in the schema's order. `values` has every key, and `choices` every group."""
     keys = [(key.rpartition(".")[2], value) for key, value in values.items() if key in swept]
     groups = [str(choices[group]) for group in sorted(choices) if group in swept and group != EXPERIMENT]
     return _joined(choices.get(EXPERIMENT), groups, keys, fingerprint)
@@ -212,8 +179,8 @@ def _joined(experiment: str | None, groups: list[str], keys: list[tuple[str, Any
     return "-".join([experiment or "run", *shown, fingerprint])
 
 
-def save(config: Config, path: Path) -> None:
-    """Write `config` as YAML to `path` atomically, with a checksum in its first line."""
+def save(config: AnyConfig, path: Path) -> None:
+    """Write `config` as YAML to `path` atomically, with a checksum in the first line."""
     text = as_yaml(config)
     write_whole(path, _seal(text) + text)
 
@@ -227,8 +194,7 @@ def as_yaml(config: AnyConfig) -> str:
 
 
 def _bomb(text: str) -> str | None:
-    """Why `text` is refused before parsing: aliases or deep nesting, which `save` never writes and which can take
-    unlimited time or memory."""
+    """Why `text` is refused before parsing: aliases or deep nesting, which can take unlimited time or memory."""
     depth = 0
     for token in yaml.scan(text, yaml.SafeLoader):
         if isinstance(token, yaml.AliasToken):
@@ -241,7 +207,7 @@ def _bomb(text: str) -> str | None:
 
 
 def load(path: Path) -> Config:
-    """The configuration that `save` wrote, also without the line of its checksum. Raises ConfigError."""
+    """The configuration that `save` wrote; the line with the checksum may be missing. Raises ConfigError."""
 
     def refuse(why: str) -> NoReturn:
         raise ConfigError([f"{path} is damaged ({why}): restore it from a copy, or remove it"]) from None
@@ -263,7 +229,7 @@ def load(path: Path) -> Config:
         values = OmegaConf.to_container(OmegaConf.create(text))
     except ConfigError:
         raise
-    except Exception as error:  # YAML and OmegaConf raise many kinds for odd content
+    except Exception as error:  # YAML and OmegaConf raise many kinds of exceptions for odd content
         refuse(f"it is not YAML: {' '.join(str(error).split())[:200]}")
     if not isinstance(values, dict) or not values:
         refuse("it contains no keys")

@@ -1,4 +1,4 @@
-"""The groups of configs/ and their choices, read without Hydra, which imports too slowly for `--help`."""
+"""The groups of configs/ and their choices, read without Hydra, whose import is too slow for `--help`."""
 
 from functools import cache
 from pathlib import Path
@@ -8,7 +8,7 @@ import yaml
 PACKAGE = Path(__file__).resolve().parents[1]
 # In a checkout the configs stand next to the package; a wheel carries them inside it.
 CONFIGS = PACKAGE / "configs" if (PACKAGE / "configs").is_dir() else PACKAGE.parent / "configs"
-COMPOSITION = "train"  # the file of configs/ that composes a Config
+COMPOSITION = "train"  # the file of configs/ from which Hydra composes a Config
 EXPERIMENT = "experiment"
 OVERRIDE = "override /"  # prefix of a group in an experiment's defaults list
 SWEEP = "sweep"  # the folder of configs/ with named lists of values, for the command `sweep` alone
@@ -33,8 +33,7 @@ def swept_values(name: str) -> list[str]:
 
 @cache
 def default_choices() -> dict[str, str]:
-    """The choice of every group when nothing is typed, from the defaults lists of the composition and its
-    experiment."""
+    """The choice of every group when nothing is typed, by the defaults lists in configs/."""
     listed = _defaults_list(COMPOSITION)
     overridden = _defaults_list(f"{EXPERIMENT}/{listed[EXPERIMENT]}")
     return listed | {group.removeprefix(OVERRIDE): choice for group, choice in overridden.items()}

@@ -1,12 +1,10 @@
-"""`--help` of a command: its description, and every key with its default, unit and meaning.
-
-Imports nothing slow."""
+"""`--help` of a command: its description, and every key with its default, unit and meaning. Imports nothing slow."""
 
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from textwrap import wrap
-from typing import Any
+from typing import Any, cast
 
 from sparsellm.config.commands import COMMANDS, Keys, description
 from sparsellm.config.groups import EXPERIMENT, choices, default_choices, groups
@@ -15,7 +13,7 @@ from sparsellm.config.schema import Config
 from sparsellm.config.values import to_dict
 
 WIDTH = 118
-LEFT_OUT = {"evaluate.checkpoint", "evaluate.output_dir"}  # in a sweep every run has its own
+LEFT_OUT = {"evaluate.checkpoint", "evaluate.output_dir"}  # a sweep sets these for each run
 
 
 def text(command: str, program: str) -> str:
@@ -40,8 +38,10 @@ def text(command: str, program: str) -> str:
 
 def _choices(taken: Keys) -> list[str]:
     default = default_choices()
-    lines = ["Groups and their choices. A * marks the choice used by default; it overrides some of the defaults listed"]
-    lines += ["below. --cfg job prints the complete configuration."]
+    lines = [
+        "Groups and their choices. * marks the default choice, which overrides some of the defaults of keys below.",
+        "--cfg job prints the complete configuration.",
+    ]
     shown = [g for g in groups() if taken.groups is None or g in (EXPERIMENT, "model", *taken.groups)]
     for group in sorted(shown, key=lambda g: (g != EXPERIMENT, g)):
         marked = [f"{c}*" if default.get(group) == c else c for c in choices(group)]
@@ -50,19 +50,16 @@ def _choices(taken: Keys) -> list[str]:
 
 
 def _keys(taken: Keys) -> list[str]:
-    defaults = to_dict(taken.schema())
-    lines: list[str] = []
-    nested = [f for f in fields(taken.schema) if is_dataclass(f.type)]
-    if nested and (alone := {name: value for name, value in defaults.items() if not isinstance(value, dict)}):
-        rows = [row for row in _rows(taken.schema, defaults, taken.prefix) if row[0] in alone]
-        lines += [_paragraph(taken.schema.__doc__), *_table(rows), ""]
+    schema, prefix, lines = taken.schema, taken.prefix, list[str]()
+    defaults = to_dict(schema())
+    nested = [each for each in fields(schema) if is_dataclass(each.type)]
+    if alone := {f"{prefix}{each.name}" for each in fields(schema) if each not in nested}:
+        rows = (row for row in _rows(schema, defaults, prefix) if row[0] in alone)
+        lines += [_paragraph(schema.__doc__), *_table(rows), ""]
     for group in nested:
         if taken.groups is None or group.name in taken.groups:
-            lines += [f"{group.name}: {_paragraph(group.type.__doc__)}"]
-            schema: Any = group.type
-            lines += [*_table(_rows(schema, defaults[group.name], f"{taken.prefix}{group.name}.")), ""]
-    if not nested:
-        lines += [_paragraph(taken.schema.__doc__), *_table(_rows(taken.schema, defaults, taken.prefix)), ""]
+            table = _table(_rows(cast(type, group.type), defaults[group.name], f"{prefix}{group.name}."))
+            lines += [f"{group.name}: {_paragraph(group.type.__doc__)}", *table, ""]
     return lines
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
+from operator import ge, gt, le, lt
 from typing import Any
 
 MEANING, BOUNDS = "meaning", "bounds"  # keys of a field's metadata
@@ -10,7 +11,7 @@ MEANING, BOUNDS = "meaning", "bounds"  # keys of a field's metadata
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds of a number. null and `auto` are always allowed where the key's type has them."""
+    """Bounds of a number. null and `auto` are valid wherever the type of the key allows them."""
 
     minimum: float | None = None
     above: float | None = None
@@ -19,37 +20,33 @@ class Bounds:
     multiple_of: int | None = None
 
     def mistake(self, value: Any) -> str | None:
-        """What `value` should be, if it is not; None if it is valid."""
+        """What `value` should be; None if it is valid."""
         if value is None or value == "auto":
             return None
-        wanted = [
-            f"{words} {bound}"
-            for words, bound in (
-                ("at least", self.minimum), ("above", self.above), ("at most", self.maximum), ("below", self.below),
-            )
-            if bound is not None
-        ]  # fmt: skip
-        text = "a positive number" if wanted == ["above 0"] else " and ".join(wanted)
+        every = (
+            ("at least", ge, self.minimum), ("above", gt, self.above), ("at most", le, self.maximum),
+            ("below", lt, self.below),
+        )  # fmt: skip
+        bounds = [(words, holds, bound) for words, holds, bound in every if bound is not None]
+        text = " and ".join(f"{words} {bound}" for words, _, bound in bounds)
+        text = "a positive number" if text == "above 0" else text
         if isinstance(value, str):
             return text
         if not math.isfinite(value):
             return f"{text}, and finite"
-        low = self.minimum is None or value >= self.minimum, self.above is None or value > self.above
-        high = self.maximum is None or value <= self.maximum, self.below is None or value < self.below
-        if not all(low + high):
+        if not all(holds(value, bound) for _, holds, bound in bounds):
             return text
         return f"a multiple of {self.multiple_of}" if self.multiple_of and value % self.multiple_of else None
 
 
 def key(default: Any, meaning: str, **bounds: float) -> Any:
-    """A configuration key: its default, its help text with unit and the meaning of null, and its Bounds by name."""
+    """A configuration key: its default, its help text (with the unit and what null means), and its Bounds by name."""
     made = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
     return field(**made, metadata={MEANING: meaning, BOUNDS: Bounds(**bounds) if bounds else None})  # type: ignore[arg-type]
 
 
 def bound_mistakes(config: Any, prefix: str = "", names: Collection[str] | None = None) -> Iterator[str]:
-    """A message for each value of a configuration, or of one group, that is outside its key's bounds. `names`: the
-    keys to check, all by default."""
+    """A message for each value that is outside the bounds of its key. `names`: the keys to check, by default all."""
     for each in fields(config):
         if names is not None and each.name not in names:
             continue

@@ -1,6 +1,6 @@
-"""Parses typed overrides: `key=value` in Hydra's grammar, sorted, converted and checked one by one.
+"""Parses the overrides of a command line, `key=value` in Hydra's grammar, and converts and checks each value.
 
-A key is `group.key` of a schema; a group is a folder of configs/. All mistakes are reported, each with its remedy. Text
+A key is `group.key` of a schema; a group is a folder of configs/. Every mistake is reported, with its remedy. A value
 that the grammar cannot parse (`data.path=~/a=b`) is taken literally.
 """
 
@@ -22,10 +22,10 @@ from sparsellm.config.groups import EXPERIMENT, SWEEP, choices, groups, swept_va
 from sparsellm.config.schema import Config, EvaluateConfig, SweepConfig, Verbatim
 from sparsellm.config.values import build, flat_types, nested, unknown_key
 
-# A list that Hydra's grammar cannot parse, because file names contain other characters: [~/a(1).txt, b].
+# A list that Hydra's grammar cannot parse, because of special characters in file names: [~/a(1).txt, b].
 _LIST = re.compile(r"\[(.*)\]", re.DOTALL)
 _ITEM = re.compile(r"""\s*("[^"]*"|'[^']*'|(?:\[[^\]]*\]|[^,])+?)\s*(?:,|$)""")
-# Keys that are or may be a file or a folder.
+# Keys whose value is or may be a path.
 PATHS = (
     "baseline", "checkpoint", "data.files", "data.mix", "data.path", "data.tokenizer", "data_dir", "distill.teacher",
     "evaluation.data_dir", "init_from", "output_dir", "recordings", "run.name", "run.root", "sweep.name", "sweep.root",
@@ -36,11 +36,11 @@ LONGEST_NAME = 255  # bytes of a file name on Linux
 
 @dataclass
 class Typed:
-    """A parsed command line, and its refused overrides."""
+    """A parsed command line."""
 
     groups: dict[str, str | None] = field(default_factory=dict)  # group -> choice; None for experiment=null
     keys: dict[str, Any] = field(default_factory=dict)  # group.key -> plain value; enums by name
-    mistakes: list[str] = field(default_factory=list)
+    mistakes: list[str] = field(default_factory=list)  # a message for each refused override
 
 
 @dataclass(frozen=True)
@@ -49,15 +49,15 @@ class SweepRequest:
 
     sweep: SweepConfig
     axes: dict[str, list[str]]  # key or group of a run -> its overrides, one per value, in order
-    evaluate: list[str]  # overrides of the evaluation, without the prefix
+    evaluate: list[str]  # overrides of the evaluations, without the prefix "evaluate."
 
 
 def parse(texts: list[str], schema: type = Config) -> Typed:
-    """Sort and convert `texts`; if a key is typed twice, the last one counts, as in a shell."""
+    """Sort and convert the overrides `texts`. If a key is typed twice, the last value wins."""
     typed = Typed()
     for text in _without_dashes(texts, typed.mistakes, schema):
         name, equals, raw = text.partition("=")
-        name = name.lstrip("+")  # Hydra's prefix for new keys; here all keys exist
+        name = name.lstrip("+")  # Hydra's prefix for adding a key, which is not needed here
         if name.startswith("~"):
             typed.mistakes.append(f"{text}: a key cannot be removed, only set to another value")
         elif not equals:
@@ -70,7 +70,7 @@ def parse(texts: list[str], schema: type = Config) -> Typed:
 
 
 def _without_dashes(texts: list[str], mistakes: list[str], schema: type) -> list[str]:
-    """The `texts` without flags; adds a mistake for each flag (and its value) with what to write instead."""
+    """The `texts` without flags such as --lr 3; adds a message to `mistakes` for each flag: what to write instead."""
     kept, rest = [], list(texts)
     while rest:
         text = rest.pop(0)
@@ -142,7 +142,7 @@ def _strings(value: Any) -> list[str]:
 
 
 def _path_mistakes(path: str) -> list[str]:
-    """Why `path` cannot be a path at all, so that looking it up would raise."""
+    """Why the operating system could not even look up `path`."""
     first, *_ = parts = path.split("/")
     if first.startswith("~") and os.path.expanduser(first) == first:  # noqa: PTH111 (Path's raises)
         return [f"{path} refers to the home folder of an unknown user, {first[1:]}: write the path without {first}"]
@@ -153,8 +153,7 @@ def _path_mistakes(path: str) -> list[str]:
 
 
 def _value(text: str, raw: str) -> Any:
-    """The value that Hydra's grammar parses from `raw`; the text itself if it cannot, an Override for several
-    values."""
+    """The parsed value `raw` of the override `text`: an Override if it lists several, `raw` if parsing fails."""
     try:
         (override,) = OverridesParser.create().parse_overrides([text])
     except HydraException:
@@ -163,10 +162,10 @@ def _value(text: str, raw: str) -> Any:
 
 
 def convert(kind: Any, value: Any, raw: str) -> Any:
-    """`value` converted to the type `kind`, with enums by name; `raw` is its spelling.
-
-    Whole numbers may be written as 1e9, and a single value is accepted as a list of one. Raises ValueError with what it
+    """Convert `value`, typed as `raw`, to the type `kind`, with enums by name. Raises ValueError with what the value
     should be.
+
+    Whole numbers may be written as 1e9, and a single value is accepted as a list of one.
     """
     options = _options(kind)
     if value is None and type(None) in options:
@@ -180,7 +179,7 @@ def convert(kind: Any, value: Any, raw: str) -> Any:
         elif option is float and isinstance(value, int | float) and not isinstance(value, bool):
             return float(value)
         elif option is str and isinstance(value, str | int | float | bool):
-            if value != "" or type(None) not in options:  # an empty path would mean the working directory
+            if value != "" or type(None) not in options:  # as a path, "" would mean the working directory
                 return value if isinstance(value, str) else raw
         elif typing.get_origin(option) is list and value is not None and not isinstance(value, dict):
             items = value if isinstance(value, list) else [value if isinstance(value, str) else raw]
@@ -216,27 +215,24 @@ def _without_value(name: str, schema: type) -> str:
     if name in flat_types(schema):
         return f"{name} has no value: write {name}=VALUE"
     unknown = unknown_key(name, schema)
-    return unknown if "=" in unknown else f"{unknown}; write KEY=VALUE"  # messages about groups already say it
+    return unknown if "=" in unknown else f"{unknown}; write KEY=VALUE"
 
 
 @dataclass
 class _OfSweep:
-    """The keys with the prefix `sweep.`."""
+    """Gives the keys of SweepConfig their prefix, `sweep.`."""
 
     sweep: SweepConfig = field(default_factory=SweepConfig)
 
 
 def sweep_request(overrides: list[str]) -> SweepRequest:
-    """Sort a sweep's overrides, lists of values included, by Hydra's own grammar: `key=1,2`, `choice`, `range`.
+    """Sort a sweep's overrides. Hydra's grammar parses lists of values: `key=1,2`, `choice`, `range`.
 
     sweep=NAME stands for the lists in configs/sweep/NAME.yaml, which other overrides of the same key replace.
-    Raises ConfigError for unknown syntax and keys, and for every mistake in the overrides of the runs and the
-    evaluation.
+    Raises ConfigError with every mistake in the overrides of the sweep, the runs and the evaluations.
     """
     axes: dict[str, list[str]] = {}
-    evaluate: list[str] = []
-    options: list[str] = []
-    found: list[str] = []
+    evaluate, options, found = list[str](), list[str](), list[str]()
     parser, named, given = OverridesParser.create(), Typed(), _without_dashes(overrides, found, Config)
     for text in [text for text in given if text.startswith(f"{SWEEP}=")]:
         given.remove(text)
@@ -247,11 +243,11 @@ def sweep_request(overrides: list[str]) -> SweepRequest:
         group, _, name = key.partition(".")
         try:
             (override,) = parser.parse_overrides([text.lstrip("+")])
-        except HydraException:  # a single value, which `parse` handles
+        except HydraException:  # not a list of values, so `parse` handles the override
             override = None
         texts = [text]
         if override is not None and override.is_sweep_override():
-            # Globs need Hydra's search path, intervals are not lists, and shuffled lists have a new order every time.
+            # Refuse globs (they need Hydra's search path), intervals (not a list) and shuffled lists (no fixed order).
             listed = override.is_discrete_sweep() and override.value_type != ValueType.GLOB_CHOICE_SWEEP
             single = group in ("sweep", "evaluate")
             if not listed or getattr(override.value(), "shuffle", False) or single:
@@ -274,8 +270,8 @@ def sweep_request(overrides: list[str]) -> SweepRequest:
 
 
 def quoted(value: str) -> str:
-    """`value` as written in an override, quoted if Hydra's grammar would parse it differently."""
+    """`value` as it must be written in an override: quoted if Hydra's grammar would parse it differently."""
     if re.fullmatch(r"[\w./-]+", value) and value.lower() != "null":
         return value
-    # A backslash escapes only before a quote; elsewhere it is literal.
+    # In Hydra's grammar, a backslash escapes only before a quote.
     return "'" + re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), value) + "'"

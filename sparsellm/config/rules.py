@@ -1,7 +1,6 @@
 """Validates the values of a run, with rules shared by all commands. Mistakes are messages with a remedy.
 
-torch takes seconds to import, so only rules that need it import it: a required GPU, the kernels, their shapes, and the
-memory of an otherwise valid run.
+torch takes seconds to import, so only the functions that ask for a GPU, the kernels or memory import it.
 """
 
 import math
@@ -9,11 +8,11 @@ import os
 import re
 import shutil
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
-from sparsellm.config.architecture import FLOAT32, MOMENTS, ModelConfig, parameters
+from sparsellm.config.architecture import FLOAT32, MOMENTS, ModelConfig, architecture_mistakes, parameters
 from sparsellm.config.keys import bound_mistakes
-from sparsellm.config.model_rules import architecture_mistakes
 from sparsellm.config.schema import (
     MIX_PERIOD,
     Activation,
@@ -35,33 +34,27 @@ from sparsellm.config.schema import (
     decay_start,
 )
 
-MAX_NAME = 200  # characters: file systems allow 255 bytes, and suffixes are appended to names
+MAX_NAME = 200  # characters of a run's name: file systems allow 255 bytes, and file names append suffixes
 
 
 def obstacles_to_kernels(runtime: RuntimeConfig, activation: Activation) -> list[str]:
-    """Why a configuration cannot train and validate on the kernels, on any machine."""
-    return [
-        obstacle
-        for applies, obstacle in (
-            (runtime.device == Device.cpu, "runtime.device=cpu has no GPU"),
-            (runtime.precision != Precision.bfloat16, f"runtime.precision={runtime.precision.name} is not bfloat16"),
-            (runtime.deterministic, "runtime.deterministic=true excludes engines that are chosen by timing"),
-            (activation != Activation.relu, f"sparsity.activation={activation.name} never gives exact zeros"),
-        )
-        if applies
-    ]
+    """Why a configuration excludes training and validation on the kernels, on any machine."""
+    found = {
+        "runtime.device=cpu has no GPU": runtime.device == Device.cpu,
+        f"runtime.precision={runtime.precision.name} is not bfloat16": runtime.precision != Precision.bfloat16,
+        "runtime.deterministic=true excludes engines that are chosen by timing": runtime.deterministic,
+        f"sparsity.activation={activation.name} never gives exact zeros": activation != Activation.relu,
+    }
+    return [obstacle for obstacle, applies in found.items() if applies]
 
 
 def takes_kernels(runtime: RuntimeConfig, activation: Activation, device_type: str) -> bool:
-    """Whether a run tries the kernels on a device of this type."""
+    """Whether a run tries to use the kernels on a device of this type."""
     return device_type == "cuda" and runtime.kernels != Kernels.torch and not obstacles_to_kernels(runtime, activation)
 
 
 def mistakes(config: Config, world_size: int | None = None) -> list[str]:
-    """Mistakes in `config` on `world_size` ranks (None: WORLD_SIZE), each with its remedy.
-
-    Checks values and the number of GPUs; sparsellm.data checks `data.path` and `data.files`.
-    """
+    """Mistakes in the values of `config` on `world_size` ranks (None: WORLD_SIZE). sparsellm.data checks paths."""
     ranks = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
     model, training, sparsity, runtime = config.model, config.training, config.sparsity, config.runtime
     return [
@@ -79,95 +72,83 @@ def mistakes(config: Config, world_size: int | None = None) -> list[str]:
     ]
 
 
-def _training_mistakes(training: TrainingConfig, context_length: int, world_size: int) -> list[str]:
+def _training_mistakes(training: TrainingConfig, context_length: int, world_size: int) -> Iterator[str]:
     steps, batch, length = training.steps, training.batch_size, training.sequence_length
-    found, tokens = [], steps * training.tokens_per_step
     if length > context_length:
-        found.append(
-            f"training.sequence_length {length} is longer than model.context_length {context_length}: shorten the"
-            " sequences or raise the context length"
-        )
-    if tokens >= 2**63:
-        found.append(
+        yield f"training.sequence_length {length} is longer than model.context_length {context_length}: change either"
+    if (tokens := steps * training.tokens_per_step) >= 2**63:
+        yield (
             f"training.steps {steps} x batch_size {batch} x sequence_length {length} are {tokens} tokens: they should"
             " be below 2^63, so lower one of them"
         )
     if batch % world_size:
-        found.append(
-            f"training.batch_size {batch} is not divisible by the number of ranks, {world_size}: change it, or the"
-            " number of processes"
-        )
-    return found
+        yield f"training.batch_size {batch} is not divisible by the number of ranks, {world_size}: change either"
 
 
-def _optimizer_mistakes(optimizer: OptimizerConfig, steps: int) -> list[str]:
+def _optimizer_mistakes(optimizer: OptimizerConfig, steps: int) -> Iterator[str]:
     warmup, fraction = optimizer.warmup_steps, optimizer.decay_fraction
     if steps >= 1 and warmup > steps:
-        return [f"optimizer.warmup_steps {warmup} exceeds training.steps {steps}: shorten the warm-up, or train longer"]
-    if optimizer.schedule != Schedule.wsd:
-        if fraction == OptimizerConfig().decay_fraction:
-            return []
-        return [
-            f"optimizer.decay_fraction is {fraction} with optimizer.schedule={optimizer.schedule.name}, which always"
-            " decays: add optimizer.schedule=wsd, or leave it out"
-        ]
-    if steps >= 1 and 0 < fraction <= 1 and warmup > (start := decay_start(optimizer, steps)):
-        return [
+        yield f"optimizer.warmup_steps {warmup} exceeds training.steps {steps}: shorten the warm-up, or train longer"
+    elif optimizer.schedule != Schedule.wsd:
+        if fraction != OptimizerConfig().decay_fraction:
+            yield (
+                f"optimizer.decay_fraction is {fraction} with optimizer.schedule={optimizer.schedule.name}, which"
+                " always decays: add optimizer.schedule=wsd, or leave it out"
+            )
+    elif steps >= 1 and 0 < fraction <= 1 and warmup > (start := decay_start(optimizer, steps)):
+        yield (
             f"optimizer.warmup_steps {warmup} overlaps the decay of optimizer.schedule=wsd, which starts after step"
             f" {start} of {steps}: shorten the warm-up or optimizer.decay_fraction {fraction}, or train longer"
-        ]
-    return []
+        )
 
 
-def _sparsity_mistakes(sparsity: SparsityConfig, gated: bool, training: TrainingConfig) -> list[str]:
-    found, activation = [], sparsity.activation
-    run_tokens = training.steps * training.tokens_per_step
+def _sparsity_mistakes(sparsity: SparsityConfig, gated: bool, training: TrainingConfig) -> Iterator[str]:
+    activation, run_tokens = sparsity.activation, training.steps * training.tokens_per_step
     relu_tokens, start, warmup = sparsity.relu_tokens, sparsity.l1_start_tokens, sparsity.l1_warmup_tokens
     if activation == Activation.silu and sparsity.l1_coefficient != 0:
-        found.append(
+        yield (
             f"sparsity.l1_coefficient is {sparsity.l1_coefficient} with sparsity.activation=silu, which never gives"
             " exact zeros: add sparsity.l1_coefficient=0, or use relu"
         )
     if activation == Activation.silu and not gated:
-        found.append(
+        yield (
             "sparsity.activation is silu with model.gated=false: it should be relu, the only activation of models"
             " without a gate"
         )
     if (sparsity.l1_schedule == L1Schedule.constant) == (warmup != 0):
-        found.append(
+        yield (
             f"sparsity.l1_warmup_tokens is {warmup} with sparsity.l1_schedule={sparsity.l1_schedule.name}: a linear or"
             " cosine schedule needs a positive number, a constant one 0"
         )
     if relu_tokens and not (activation == Activation.relu and gated):
-        found.append(
+        yield (
             f"sparsity.relu_tokens is {relu_tokens}, which anneals a gate from SiLU to ReLU, with"
             f" sparsity.activation={activation.name} and model.gated={str(gated).lower()}: set it to 0"
         )
     if 1 <= run_tokens < relu_tokens:
-        found.append(
+        yield (
             f"sparsity.relu_tokens {relu_tokens} exceeds the run's {run_tokens} tokens: the gate would never become a"
             " ReLU; lower it"
         )
     if 1 <= run_tokens < start + max(1, warmup):
-        found.append(
+        yield (
             f"sparsity.l1_start_tokens {start} and l1_warmup_tokens {warmup} together exceed the run's {run_tokens}"
             " tokens: the coefficient would never be reached; lower them"
         )
-    return found + _reinitialization_mistakes(sparsity, training)
+    yield from _reinitialization_mistakes(sparsity, training)
 
 
-def _reinitialization_mistakes(sparsity: SparsityConfig, training: TrainingConfig) -> list[str]:
+def _reinitialization_mistakes(sparsity: SparsityConfig, training: TrainingConfig) -> Iterator[str]:
     silence, every, step_tokens = sparsity.reinit_dead_after_tokens, sparsity.reinit_every, training.tokens_per_step
     if silence is None:
-        if sparsity.reinit_blend == 1:
-            return []
-        return [
-            f"sparsity.reinit_blend is {sparsity.reinit_blend} with sparsity.reinit_dead_after_tokens=null, which"
-            " disables it: set reinit_dead_after_tokens, or leave it out"
-        ]
-    found = []
+        if sparsity.reinit_blend != 1:
+            yield (
+                f"sparsity.reinit_blend is {sparsity.reinit_blend} with sparsity.reinit_dead_after_tokens=null, which"
+                " disables it: set reinit_dead_after_tokens, or leave it out"
+            )
+        return
     if sparsity.activation != Activation.relu:
-        found.append(
+        yield (
             f"sparsity.reinit_dead_after_tokens is {silence} with sparsity.activation={sparsity.activation.name}, whose"
             " neurons are never dead: set it to null, or use relu"
         )
@@ -177,20 +158,17 @@ def _reinitialization_mistakes(sparsity: SparsityConfig, training: TrainingConfi
         first = -(-earliest // every) * every
         after = f" after relu_tokens {sparsity.relu_tokens}" if sparsity.relu_tokens else ""
         if first + silent_steps > training.steps:
-            found.append(
+            yield (
                 f"sparsity.reinit_dead_after_tokens {silence} with reinit_every {every}{after} never takes effect in"
                 f" {training.steps} steps: the first reinitialization could be at step {first}, and there is none in"
                 f" the last {silent_steps} steps; lower them, or train longer"
             )
-    return found
 
 
-def _distill_mistakes(distill: DistillConfig) -> list[str]:
-    return [
-        f"distill.{key} is {value} without a teacher: add distill.teacher=NAME, or leave it out"
-        for key, value in (("weight", distill.weight), ("temperature", distill.temperature))
-        if distill.teacher is None and value != 1
-    ]
+def _distill_mistakes(distill: DistillConfig) -> Iterator[str]:
+    for key, value in (("weight", distill.weight), ("temperature", distill.temperature)):
+        if distill.teacher is None and value != 1:
+            yield f"distill.{key} is {value} without a teacher: add distill.teacher=NAME, or leave it out"
 
 
 def _runtime_mistakes(runtime: RuntimeConfig, steps: int, world_size: int) -> list[str]:
@@ -206,8 +184,8 @@ def _runtime_mistakes(runtime: RuntimeConfig, steps: int, world_size: int) -> li
 
 
 def _compiler_mistakes(runtime: RuntimeConfig) -> list[str]:
-    """Mistakes if layers are to be compiled on a CPU without the C++ compiler that torch needs."""
-    compiler = os.environ.get("CXX", "g++")  # same as torch._inductor.config.cpp.cxx
+    """A mistake if torch should compile layers on a CPU but finds no C++ compiler."""
+    compiler = os.environ.get("CXX", "g++")  # torch._inductor.config.cpp.cxx finds its compiler the same way
     if not runtime.compile or shutil.which(compiler) is not None:
         return []
     import torch
@@ -220,45 +198,42 @@ def _compiler_mistakes(runtime: RuntimeConfig) -> list[str]:
     ]
 
 
-def _data_mistakes(data: DataConfig, sequence_length: int) -> list[str]:
-    found, source = [], data.source
+def _data_mistakes(data: DataConfig, sequence_length: int) -> Iterator[str]:
+    source = data.source
     if not data.name or ".." in Path(data.name).parts or Path(data.name).is_absolute():
-        found.append(
-            f"data.name is {data.name!r}: it should be a folder name in data/; for another place use data.path"
-        )
+        yield f"data.name is {data.name!r}: it should be a folder name in data/; for a folder elsewhere use data.path"
     if source == Source.hub and data.dataset is None:
-        found.append("data.source=hub needs the data set's name: data.dataset=OWNER/NAME")
+        yield "data.source=hub needs the data set's name: data.dataset=OWNER/NAME"
     if source != Source.hub and data.revision is not None:
-        found.append(f"data.revision is given with data.source={source.name}: leave it out, or add data.source=hub")
+        yield f"data.revision is given with data.source={source.name}: leave it out, or add data.source=hub"
     if source != Source.files and data.files:
-        found.append(f"data.files is given with data.source={source.name}, which reads no files: add data=files")
+        yield f"data.files is given with data.source={source.name}, which reads no files: add data=files"
     if source == Source.files and not data.files:
-        found.append("data.source=files needs data.files=[PATTERN,...], for example data.files=[corpus/*.parquet]")
+        yield "data.source=files needs data.files=[PATTERN,...], for example data.files=[corpus/*.parquet]"
     if source == Source.stdlib_docs:
         if data.streaming:
-            found.append(
+            yield (
                 "data.streaming=true with data.source=stdlib_docs: this corpus cannot be streamed; leave it out, or"
                 " use data=fineweb_edu_stream"
             )
         if data.tokenizer is not None:
-            found.append(
+            yield (
                 f"data.tokenizer is {data.tokenizer!r} with data.source=stdlib_docs, which trains its own: set it to"
                 " null"
             )
     elif data.tokenizer is None and (source == Source.hub or data.streaming):
-        # Not required for prepared local files: a tokenizer is trained on them.
+        # Preparing local files trains a tokenizer on them, so they need none.
         because = "data.streaming=true" if data.streaming else f"data.source={source.name}"
-        found.append(f"{because} needs data.tokenizer=NAME or a folder")
+        yield f"{because} needs data.tokenizer=NAME or a folder"
     if data.max_tokens is not None and data.max_tokens <= sequence_length:
-        found.append(
+        yield (
             f"data.max_tokens is {data.max_tokens}: it should be at least {sequence_length + 1}, the tokens of a block"
             " of training.sequence_length"
         )
-    return found
 
 
 def mix_mistakes(data: DataConfig) -> list[str]:
-    """Invalid values of data.mix."""
+    """Mistakes in data.mix."""
     if not data.mix:
         return []
     for source in data.mix:
@@ -283,24 +258,24 @@ def mix_mistakes(data: DataConfig) -> list[str]:
 
 
 def ranks_that_share(world_size: int, ranks_here: int) -> int:
-    """S, the number of ranks that runtime.shard shards over: those of a node, or all if each node has one."""
+    """S, the number of ranks that shard one model: the ranks of a node, or all ranks if each node has one."""
     return ranks_here if ranks_here > 1 else world_size
 
 
 def state_bytes(model: ModelConfig, shard: Shard, sharing: int) -> float:
-    """Bytes of weights, gradients and moments that a rank holds within a step, with `sharing` ranks sharding them."""
+    """Bytes of weights, gradients and moments on a rank within a step, if `sharing` ranks shard the model."""
     weights = FLOAT32 * parameters(model)
     state = (2 + MOMENTS) * weights  # weights, gradients, moments
     if shard == Shard.none or sharing == 1:
         return state
-    return state / sharing + (weights if shard == Shard.optimizer else 0)  # all weights are gathered during a step
+    return state / sharing + (weights if shard == Shard.optimizer else 0)  # a step gathers all weights
 
 
 def memory_mistakes(
     model: ModelConfig, training: TrainingConfig, runtime: RuntimeConfig, ranks_here: int, world_size: int
 ) -> list[str]:
-    """Mistakes if the model's state and the tokens of a step exceed the memory of a GPU, or of this machine shared by
-    `ranks_here` CPU ranks. Activations are not included."""
+    """Mistakes if the model's state exceeds the memory of a GPU, or of this machine with `ranks_here` ranks on the CPU,
+    or if the tokens of a step exceed this machine's memory. Activations do not count."""
     import torch
 
     on_gpu = runtime.device != Device.cpu and torch.cuda.is_available()
@@ -308,11 +283,9 @@ def memory_mistakes(
     count, limit = parameters(model), runtime.memory_limit_gib
     sharing = ranks_that_share(world_size, ranks_here)
     state, tokens = state_bytes(model, runtime.shard, sharing), 8 * training.batch_size * (training.sequence_length + 1)
-    place, memory, copies, found = "GPU", 0, 1, []
+    found, holder, memory, copies = [], "machine", host, ranks_here
     if on_gpu:
-        memory = torch.cuda.get_device_properties(0).total_memory
-    else:
-        place, memory, copies = "machine", host, ranks_here
+        holder, memory, copies = "GPU", torch.cuda.get_device_properties(0).total_memory, 1
     if limit is not None and not on_gpu:
         found.append(f"runtime.memory_limit_gib is {limit:g}, but this run uses no GPU: set it to null")
     elif limit is not None and limit * 2**30 > memory:
@@ -320,14 +293,14 @@ def memory_mistakes(
             f"runtime.memory_limit_gib is {limit:g}, but this GPU has {_gib(memory)}: lower it, or set it to null"
         )
     elif limit is not None:
-        place, memory = "run, by runtime.memory_limit_gib,", int(limit * 2**30)
+        holder, memory = "run, by runtime.memory_limit_gib,", int(limit * 2**30)
     if copies * state > memory:
         ranks = f" on each of {copies} ranks" if copies > 1 else ""
         if runtime.shard != Shard.none:
             ranks += f" with runtime.shard={runtime.shard.name} between {sharing}"
         found.append(
             f"model has {count:,} parameters: their weights, gradients and moments take {_gib(state)}{ranks}, but this"
-            f" {place} has {_gib(memory)}: choose a smaller model (model=NAME, model.num_layers, model.hidden_size,"
+            f" {holder} has {_gib(memory)}: choose a smaller model (model=NAME, model.num_layers, model.hidden_size,"
             " model.intermediate_size, model.vocab_size), or shard it over more GPUs (runtime.shard=full)"
         )
     if tokens > host:
@@ -343,7 +316,7 @@ def _gib(size: float) -> str:
 
 
 def prepare_mistakes(config: Config) -> list[str]:
-    """Invalid values of `config` that decide which tokens are prepared."""
+    """Mistakes in the values of `config` that decide which tokens are prepared."""
     data, training = config.data, config.training
     return [
         *bound_mistakes(training, "training.", ("steps", "batch_size", "sequence_length")),
@@ -354,23 +327,22 @@ def prepare_mistakes(config: Config) -> list[str]:
 
 
 def device_mistakes(key: str, device: Device) -> list[str]:
+    """Mistakes if this machine lacks a GPU for each of its ranks. `key`: the key whose value is `device`."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if device == Device.cpu or (device == Device.auto and ranks == 1):
         return []
     import torch
 
-    found = []
-    if device == Device.cuda and not torch.cuda.is_available():
-        found.append(f"{key}=cuda but torch sees no GPU: use {key}=auto or cpu")
-    if torch.cuda.is_available():
-        gpus = torch.cuda.device_count()
-        if ranks > gpus:
-            found.append(f"{key}: {ranks} ranks on a node with {gpus} GPUs: lower --nproc_per_node")
-    return found
+    if not torch.cuda.is_available():
+        needs_one = device == Device.cuda
+        return [f"{key}=cuda but torch sees no GPU: use {key}=auto or cpu"] if needs_one else []
+    if ranks > (gpus := torch.cuda.device_count()):
+        return [f"{key}: {ranks} ranks on a node with {gpus} GPUs: lower --nproc_per_node"]
+    return []
 
 
 def _compression_mistakes(runtime: RuntimeConfig, world_size: int) -> list[str]:
-    """Why gradients cannot be compressed as `runtime` requests."""
+    """A mistake if gradients cannot be compressed as `runtime` requests."""
     import torch
 
     if world_size == 1:
@@ -387,7 +359,7 @@ def _compression_mistakes(runtime: RuntimeConfig, world_size: int) -> list[str]:
 
 
 def name_mistakes(key: str, name: str | None) -> list[str]:
-    """Why `name`, the value of `key`, is not a valid name of a run or a sweep."""
+    """A mistake if `name`, the value of `key`, is not a valid name of a run or a sweep."""
     fits = name is not None and re.fullmatch(r"[A-Za-z0-9._-]+", name) and len(name) <= MAX_NAME
     if fits and name not in (".", ".."):
         return []
@@ -395,14 +367,14 @@ def name_mistakes(key: str, name: str | None) -> list[str]:
 
 
 def kernel_mistakes(key: str, kernels: Kernels, obstacles: list[str]) -> list[str]:
-    """Why the kernels that `key` requires cannot run: `obstacles` in the configuration, or the machine."""
-    if not kernels.demanded:
-        return []
-    return unavailable_kernels(f"{key}={kernels.name}", f"{key}=auto", kernels, obstacles)
+    """Mistakes if the value `kernels` of `key` demands kernels that cannot run, as in `unavailable_kernels`."""
+    demanded = kernels.demanded
+    return unavailable_kernels(f"{key}={kernels.name}", f"{key}=auto", kernels, obstacles) if demanded else []
 
 
 def unavailable_kernels(setting: str, remedy: str, kernels: Kernels, obstacles: list[str]) -> list[str]:
-    """Why the kernels that `setting` requires cannot run: `obstacles` in the configuration, or the machine."""
+    """Mistakes if the kernels that `setting` demands cannot run, because of `obstacles` in the configuration or
+    because of this machine. `remedy`: a setting that does not need them."""
     if obstacles:
         return [f"{setting}, but {obstacle}: change it, or use {remedy}" for obstacle in obstacles]
     from sparsellm.ops import backend

@@ -1,6 +1,4 @@
-"""Configuration keys as typed dataclasses, with units and defaults (the paper's recipe).
-
-The keys of the model are in architecture.py."""
+"""Configuration keys as typed dataclasses; defaults are the paper's recipe. architecture.py has the group `model`."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -10,8 +8,12 @@ from typing import Any
 from sparsellm.config.architecture import ModelConfig
 from sparsellm.config.keys import key
 
-MIX_PERIOD = 10_000  # samples of data.mix within which every source gets its exact share
-SHORTEST_SEQUENCE = 1  # tokens: the least training.sequence_length
+# Help texts of keys that several commands have.
+DEVICE = "Device. auto: a GPU if there is one."
+KERNELS = "Sparse kernels. auto: those that this GPU can run, otherwise PyTorch; cuda, triton: required; torch: none."
+
+MIX_PERIOD = 10_000  # Each source of data.mix gets its exact share of every MIX_PERIOD samples.
+SHORTEST_SEQUENCE = 1  # Minimum of training.sequence_length, in tokens.
 
 
 class Activation(Enum):
@@ -20,8 +22,7 @@ class Activation(Enum):
 
 
 class L1Normalization(Enum):
-    """Per-token reduction of |h|: the sum over neurons and layers, the mean over both, or `layer_mean`, the sum over
-    neurons and the mean over layers."""
+    """How |h| is reduced per token, over neurons and layers. layer_mean: sum over neurons, mean over layers."""
 
     sum = "sum"
     mean = "mean"
@@ -29,7 +30,7 @@ class L1Normalization(Enum):
 
 
 class L1Schedule(Enum):
-    """L1 coefficient after `l1_start_tokens`: constant, or rising from 0 linearly or along half a cosine."""
+    """L1 coefficient after `l1_start_tokens`: constant, or rising from 0 linearly or along half a cosine period."""
 
     constant = "constant"
     linear = "linear"
@@ -37,16 +38,14 @@ class L1Schedule(Enum):
 
 
 class Schedule(Enum):
-    """Learning rate after the warm-up: cosine over all steps, or constant with a linear decay at the end."""
+    """Learning rate after the warm-up: a cosine over all steps, or constant with a linear decay at the end."""
 
     cosine = "cosine"
     wsd = "wsd"  # warm-up, stable, decay
 
 
 class Source(Enum):
-    """Source of the documents: Python's own documentation, a hub dataset, or local files."""
-
-    stdlib_docs = "stdlib_docs"
+    stdlib_docs = "stdlib_docs"  # the documentation that is part of Python's standard library
     hub = "hub"
     files = "files"
 
@@ -65,42 +64,36 @@ class Precision(Enum):
 
 
 class Kernels(Enum):
-    """Kernels of the feedforward layers: whichever this GPU has, otherwise PyTorch (`auto`); CUDA or Triton kernels,
-    refusing to run without them (`cuda`, `triton`); PyTorch (`torch`)."""
+    """Kernels of the feedforward layers. cuda and triton: a machine without these kernels is refused."""
 
-    auto = "auto"
+    auto = "auto"  # the kernels that this GPU can run, otherwise PyTorch
     cuda = "cuda"
     triton = "triton"
-    torch = "torch"
+    torch = "torch"  # PyTorch alone
 
     @property
     def demanded(self) -> bool:
-        """Whether a machine that cannot run them is refused."""
         return self in (Kernels.cuda, Kernels.triton)
 
 
 class DdpCompress(Enum):
-    """Dtype of the gradient all-reduce: float32, or rounded to bfloat16, which halves the bytes."""
-
-    none = "none"
-    bf16 = "bf16"
+    none = "none"  # gradients are all-reduced in float32
+    bf16 = "bf16"  # gradients are rounded to bfloat16, which halves the bytes
 
 
 class Dtype(Enum):
-    """Dtype of a model's weights and activations; what `auto` means, each command's key says."""
-
-    auto = "auto"
+    auto = "auto"  # The help text of each command's `dtype` says which dtype this is.
     bfloat16 = "bfloat16"
     float16 = "float16"
     float32 = "float32"
 
 
 class Shard(Enum):
-    """State sharded across the ranks of a node: nothing; gradients and optimizer state; or these and the weights."""
+    """What is sharded across the ranks of a node."""
 
     none = "none"
-    optimizer = "optimizer"
-    full = "full"
+    optimizer = "optimizer"  # gradients and optimizer state
+    full = "full"  # weights, gradients and optimizer state
 
 
 class WandbMode(Enum):
@@ -110,11 +103,9 @@ class WandbMode(Enum):
 
 
 class SweepMode(Enum):
-    """What a sweep does: run its runs here, print their commands, or write a SLURM array script."""
-
-    run = "run"
-    print = "print"
-    slurm = "slurm"
+    run = "run"  # on this machine
+    print = "print"  # only print the commands
+    slurm = "slurm"  # only write a script for a SLURM job array
 
 
 @dataclass
@@ -122,9 +113,7 @@ class DataConfig:
     """The corpus, and how it becomes tokens."""
 
     name: str = key("stdlib_docs", "Corpus name, used in `path` and in logs.")
-    source: Source = key(
-        Source.stdlib_docs, "Source of the documents: Python's own documentation, a hub dataset, or local files."
-    )
+    source: Source = key(Source.stdlib_docs, "Documents: Python's own documentation, a hub dataset or local files.")
     dataset: str | None = key(None, "Hub dataset, OWNER/NAME (source=hub).")
     subset: str | None = key(None, "Configuration name of the hub dataset.")
     revision: str | None = key(None, "Branch, tag or commit of the hub dataset. null: the latest commit.")
@@ -140,19 +129,14 @@ class DataConfig:
     max_tokens: int | None = key(None, "Number of training tokens to prepare. null: as many as the experiment reads.")
     validation_fraction: float = key(
         0.005,
-        "Fraction of documents held out, chosen by content hash; with too few documents, that fraction of "
-        "the text's end. 0: none, and no validation.",
+        "Fraction of documents held out, by content hash; of the text, if documents are too few. 0: no validation.",
         minimum=0,
         below=1,
     )
     mix: list[dict[str, Any]] = key(
-        [],
-        "Weighted mix of prepared corpora, [{data: NAME, weight: W}, ...], where NAME is data/NAME or a "
-        "folder. Replaces the keys above.",
+        [], "Weighted mix of prepared data/NAME or folders, [{data: NAME, weight: W}, ...]; replaces the keys above."
     )
-    verify: bool = key(
-        False, "Verify all prepared tokens at the start, even if they look unchanged since the last time."
-    )
+    verify: bool = key(False, "Verify all prepared tokens at the start, even if the files look unchanged.")
     streaming: bool = key(False, "Tokenize while training instead of preparing first.")
     seed: int = key(0, "Seed for choosing text within files and for shuffling training blocks.", minimum=0)
 
@@ -164,24 +148,22 @@ class DataConfig:
 
     @property
     def mix_names(self) -> list[str]:
-        """Names of the sources of `mix`: the last parts of their folders."""
+        """The name of each source of `mix`: the last part of its folder."""
         return [Path(source["data"]).name for source in self.mix]
 
 
 @dataclass
 class SparsityConfig:
-    """The feedforward activation, its L1 loss (DESIGN §2), and two remedies for dead neurons, off by default.
+    """The feedforward activation, its L1 loss (DESIGN §2), and remedies for dead neurons, which are off by default.
 
-    Tokens are counted over the global batch, so schedules given in tokens do not depend on the batch size.
+    Schedules are in tokens of the global batch, so they do not depend on the batch size.
     """
 
     activation: Activation = key(
         Activation.relu, "Activation function of the gate, or of the up projection if model.gated=false."
     )
     relu_tokens: int = key(
-        0,
-        "Number of tokens over which SiLU is annealed to ReLU (init_from a SiLU model). 0: ReLU from the start.",
-        minimum=0,
+        0, "Tokens over which SiLU is annealed to ReLU (init_from a SiLU model). 0: ReLU from the start.", minimum=0
     )
     l1_coefficient: float = key(
         2e-5, "Coefficient of the L1 loss on the feedforward activations. 0: no L1 loss.", minimum=0
@@ -190,8 +172,7 @@ class SparsityConfig:
         L1Normalization.sum, "Per-token reduction of |h| that the coefficient multiplies."
     )
     l1_schedule: L1Schedule = key(
-        L1Schedule.constant,
-        "Schedule of the coefficient after l1_start_tokens: constant, or rising from 0 over l1_warmup_tokens.",
+        L1Schedule.constant, "Coefficient after l1_start_tokens: constant, or rising from 0 over l1_warmup_tokens."
     )
     l1_start_tokens: int = key(0, "Number of tokens before the L1 loss starts.", minimum=0)
     l1_warmup_tokens: int = key(
@@ -202,15 +183,15 @@ class SparsityConfig:
     )
     reinit_dead_after_tokens: int | None = key(
         None,
-        "Number of tokens without firing after which a neuron's gate row is reinitialized; none is during "
-        "the last that many tokens. null: never.",
+        "Tokens without firing after which a neuron's gate row is reinitialized, except in as many last tokens of the "
+        "run. null: never.",
         minimum=1,
     )
     reinit_every: int = key(100, "Steps between reinitializations.", minimum=1)
     reinit_blend: float = key(
         1.0,
-        "Weight of the new row when a gate row is reinitialized. Below 1, the row is blended again at "
-        "every reinitialization until its neuron fires.",
+        "Weight of the new row when a gate row is reinitialized. Below 1, the row is blended again at every "
+        "reinitialization until its neuron fires.",
         above=0,
         maximum=1,
     )
@@ -221,9 +202,7 @@ class DistillConfig:
     """Distillation: the KL divergence from a dense teacher is added to the loss."""
 
     teacher: str | None = key(
-        None,
-        "Teacher model with the same tokenizer: a run, a checkpoint, an hf/ folder or a hub name. null: "
-        "no distillation.",
+        None, "Teacher with the same tokenizer: a run, checkpoint, hf/ folder or hub name. null: no distillation."
     )
     weight: float = key(
         1.0, "Weight of temperature^2 x KL(teacher || student), which is added to the cross entropy.", above=0
@@ -237,9 +216,7 @@ class OptimizerConfig:
 
     learning_rate: float = key(1e-3, "Peak learning rate.", above=0)
     schedule: Schedule = key(
-        Schedule.cosine,
-        "Learning rate schedule after the warm-up. wsd: constant, then linear decay over the last "
-        "decay_fraction of the steps.",
+        Schedule.cosine, "Learning rate after the warm-up. wsd: constant, then linear decay over decay_fraction."
     )
     decay_fraction: float = key(
         0.2, "Fraction of training.steps, at their end, over which wsd decays.", above=0, maximum=1
@@ -257,7 +234,7 @@ class OptimizerConfig:
 
 @dataclass
 class TrainingConfig:
-    """Amount of training: everything that decides the mathematics besides model, data, sparsity and optimizer."""
+    """The amount of training, and the seed of the initial weights."""
 
     steps: int = key(9_537, "Optimizer steps.", minimum=1)
     batch_size: int = key(512, "Sequences per optimizer step, over all ranks.", minimum=1)
@@ -266,41 +243,36 @@ class TrainingConfig:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of an optimizer step, over all ranks."""
+        """Number of tokens of an optimizer step, over all ranks."""
         return self.batch_size * self.sequence_length
 
 
 @dataclass
 class RuntimeConfig:
-    """How a step is computed; these keys change results by rounding at most."""
+    """How a step is computed. These keys change results at most by rounding."""
 
-    device: Device = key(Device.auto, "Device. auto: a GPU if there is one.")
+    device: Device = key(Device.auto, DEVICE)
     precision: Precision = key(
         Precision.bfloat16, "Dtype of matmuls; weights, gradients and optimizer state are float32."
     )
     compile: bool = key(True, "Compile the layers with torch.compile.")
     kernels: Kernels = key(
         Kernels.auto,
-        "Sparse kernels. auto: whichever this GPU has, PyTorch otherwise (and for deterministic, float32 "
-        "and SiLU runs); cuda, triton: these or refuse; torch: none.",
+        "Sparse kernels. auto: those that this GPU can run, otherwise PyTorch (also in deterministic, float32 and SiLU "
+        "runs); cuda, triton: required; torch: none.",
     )
     calibrate: bool = key(
-        True,
-        "Measure the cost of each engine once per GPU model and layer shape. false: use cached costs, or an H200's.",
+        True, "Measure each engine's cost once per GPU model and layer shape. false: use cached costs or an H200's."
     )
     micro_batch_size: int | str = key(
-        "auto",
-        "Sequences per forward pass and rank. auto: as many as fit the GPU (16 on a CPU), more once layers are sparse.",
-        minimum=1,
+        "auto", "Sequences per forward pass and rank. auto: as many as fit the GPU's memory; 16 on a CPU.", minimum=1
     )
     memory_limit_gib: float | None = key(
         None, "GPU memory limit per rank in GiB, everything included. null: all of it.", above=0
     )
     recompute: bool = key(False, "Recompute each layer in the backward pass instead of keeping its activations.")
     shard: Shard = key(
-        Shard.none,
-        "State sharded across the ranks of a node: none; optimizer (gradients and optimizer state); full "
-        "(weights too).",
+        Shard.none, "What a node's ranks shard: nothing; gradients and optimizer state; or (full) weights too."
     )
     deterministic: bool = key(False, "Bitwise reproducible runs on the same ranks and hardware; slower.")
     data_workers: int = key(
@@ -308,12 +280,8 @@ class RuntimeConfig:
     )
     ddp_bucket_mb: int = key(64, "DDP gradient bucket size in MB (shard=none).", minimum=1)
     ddp_compress: DdpCompress = key(DdpCompress.none, "Dtype of the gradient all-reduce. bf16: half the bytes.")
-    max_skipped_steps: int = key(
-        10, "Consecutive steps with non-finite gradients after which the run stops.", minimum=1
-    )
-    profile_steps: list[int] = key(
-        [], "First and last step, [FIRST,LAST], of a profiler trace written to profile/ in the run's folder."
-    )
+    max_skipped_steps: int = key(10, "Consecutive steps with non-finite gradients that stop the run.", minimum=1)
+    profile_steps: list[int] = key([], "First and last step, [FIRST,LAST], of a profiler trace in RUN/profile/.")
 
 
 @dataclass
@@ -323,9 +291,7 @@ class LoggingConfig:
     every: int = key(10, "Steps between rows of metrics.jsonl, at most 10.", minimum=1, maximum=10)
     validation_every: int = key(250, "Steps between validations. 0: never.", minimum=0)
     validation_samples: int = key(256, "Held-out sequences per validation, evenly spaced over all files.", minimum=1)
-    wandb: WandbMode = key(
-        WandbMode.online, "Weights & Biases mode. online without a key falls back to offline, with a warning."
-    )
+    wandb: WandbMode = key(WandbMode.online, "Weights & Biases mode. online falls back to offline without a key.")
     wandb_project: str = key("sparsellm", "Weights & Biases project.")
     wandb_group: str | None = key(None, "Weights & Biases group. null: none; a sweep sets its own name.")
 
@@ -336,19 +302,17 @@ class EvaluationConfig:
 
     every: int = key(0, "Steps between evaluations, which include the last step. 0: never.", minimum=0)
     tasks: list[str] = key([], "Tasks to score, out of the seven. Empty: all.")
-    data_dir: str | None = key(
-        None, "Folder of local task rows, DIR/TASK/SPLIT.jsonl or .parquet. null: download from the hub."
-    )
+    data_dir: str | None = key(None, "Folder of task rows, DIR/TASK/SPLIT.jsonl or .parquet. null: the hub's rows.")
     limit: int | None = key(None, "Maximum rows per task. null: all.", minimum=1)
     batch_size: int | str = key("auto", "Sequences per forward pass and rank.", minimum=1)
 
 
 @dataclass
 class RunConfig:
-    """The run's folder, its checkpoints, and what happens when the same run is started again."""
+    """The run's folder and checkpoints, and how the same run starts again."""
 
     name: str | None = key(
-        None, "Run name. null: EXPERIMENT, what differs from it, and an 8-digit hash of what defines the run."
+        None, "Run name. null: EXPERIMENT, the typed differences, and an 8-digit hash of all that defines the run."
     )
     root: str = key("runs", "Folder that holds all runs.")
     restart: bool = key(False, "Start from scratch in a new folder instead of resuming.")
@@ -356,9 +320,7 @@ class RunConfig:
     keep_checkpoints: int = key(2, "Number of most recent checkpoints to keep.", minimum=1)
     keep_every: int = key(0, "Steps between checkpoints that are never deleted. 0: none.", minimum=0)
     hf_dtype: Precision | None = key(None, "Dtype of the exported hf/ weights. null: runtime.precision.")
-    skip_damaged: bool = key(
-        False, "Skip damaged checkpoints and damaged rows of metrics.jsonl instead of refusing to resume."
-    )
+    skip_damaged: bool = key(False, "Resume without damaged checkpoints and damaged rows of metrics.jsonl.")
 
     @property
     def folder(self) -> Path:
@@ -369,7 +331,7 @@ class RunConfig:
 
 @dataclass
 class Config:
-    """Besides the groups of keys:"""
+    """The whole configuration of a run. Keys outside of the groups:"""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -382,13 +344,12 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)
     init_from: str | None = key(
-        None,
-        "Model to start from: a run, a checkpoint, an hf/ folder or a hub name; sets model.*. null: random weights.",
+        None, "Model to start from: a run, checkpoint, hf/ folder or hub name; sets model.*. null: random weights."
     )
 
     @property
     def hf_dtype(self) -> Precision:
-        """Dtype of the exported hf/ weights."""
+        """Dtype of the exported hf/ weights, never null."""
         return self.runtime.precision if self.run.hf_dtype is None else self.run.hf_dtype
 
 
@@ -404,9 +365,7 @@ class SweepConfig:
     benchmark: bool = key(False, "Benchmark speed, memory and energy of every finished run.")
     parallel: int = key(1, "Runs at once, each on GPUs of its own; their output goes to their logs only.")
     share_gpus: bool = key(False, "Let runs at once share GPUs where there are too few for each to have its own.")
-    nproc_per_node: int | None = key(
-        None, "Processes per run. null: one per GPU of this machine, divided by sweep.parallel, or 1."
-    )
+    nproc_per_node: int | None = key(None, "Processes per run. null: one per GPU, divided by sweep.parallel, or 1.")
     point: int | None = key(None, "Index of the only run to do, from 0; used by the tasks of a SLURM array. null: all.")
 
 
@@ -415,30 +374,18 @@ class EvaluateConfig:
     """Which checkpoint is evaluated, on what, and how."""
 
     checkpoint: str | None = key(
-        None,
-        "Model to evaluate (required): a run's folder (its last checkpoint), a checkpoint, an hf/ folder "
-        "or a hub name.",
+        None, "Model to evaluate (required): a run (its last checkpoint), a checkpoint, an hf/ folder or a hub name."
     )
     tasks: list[str] = key([], "Tasks to score, out of the seven. Empty: all.")
-    data_dir: str | None = key(
-        None,
-        "Folder of local task rows, DIR/TASK/SPLIT.jsonl or .parquet; needs no network. null: download from the hub.",
-    )
+    data_dir: str | None = key(None, "Folder of task rows, DIR/TASK/SPLIT.jsonl or .parquet. null: the hub's rows.")
     output_dir: str | None = key(
         None, "Output folder. null: evaluation/ in the checkpoint, or evaluations/NAME if that is read-only."
     )
-    limit: int | None = key(
-        None, "Maximum rows per task, for quick looks; does not apply to the held-out loss. null: all.", minimum=1
-    )
+    limit: int | None = key(None, "Maximum rows per task; the held-out loss ignores it. null: all.", minimum=1)
     batch_size: int | str = key("auto", "Sequences per forward pass and rank.", minimum=1)
-    dtype: Dtype = key(
-        Dtype.auto, "Dtype of weights and activations. auto: the run's precision; without a run, as stored."
-    )
-    device: Device = key(Device.auto, "Device. auto: a GPU if there is one.")
-    kernels: Kernels = key(
-        Kernels.auto,
-        "Sparse kernels. auto: whichever this GPU has, PyTorch otherwise; cuda, triton: these or refuse; torch: none.",
-    )
+    dtype: Dtype = key(Dtype.auto, "Dtype of weights and activations. auto: the run's; without a run, as stored.")
+    device: Device = key(Device.auto, DEVICE)
+    kernels: Kernels = key(Kernels.auto, KERNELS)
     compare_kernels: bool = key(False, "Score twice, with the kernels and in PyTorch, and report both.")
     validation: bool = key(True, "Compute the held-out loss of the run's own validation split, as the run does.")
 
@@ -448,8 +395,7 @@ class AnalyzeConfig:
     """Which checkpoint's activations are analyzed, on what text, and how."""
 
     checkpoint: str | None = key(
-        None,
-        "Model to analyze (required): a run's folder (its last checkpoint), a checkpoint, an hf/ folder or a hub name.",
+        None, "Model to analyze (required): a run (its last checkpoint), a checkpoint, an hf/ folder or a hub name."
     )
     text: str | None = key(
         None, "File to read: plain text, jsonl or parquet with a column `text`. null: the run's own held-out blocks."
@@ -461,13 +407,10 @@ class AnalyzeConfig:
         None, "Output folder. null: analysis/ in the checkpoint, or analyses/NAME if that is read-only."
     )
     recordings: str | None = key(
-        None,
-        "Folder for token-by-token records of active neurons, the input of the benchmark scripts; large. null: none.",
+        None, "Folder for records of each token's active neurons, large; read by benchmark scripts. null: none."
     )
-    dtype: Dtype = key(
-        Dtype.auto, "Dtype of weights and activations. auto: the run's precision; without a run, as stored."
-    )
-    device: Device = key(Device.auto, "Device. auto: a GPU if there is one.")
+    dtype: Dtype = key(Dtype.auto, "Dtype of weights and activations. auto: the run's; without a run, as stored.")
+    device: Device = key(Device.auto, DEVICE)
     speed: bool = key(True, "Time each layer if kernels are available; times vary slightly between runs.")
 
 
@@ -480,9 +423,7 @@ class GenerateConfig:
     """Which checkpoint generates text, from which prompt, and how much."""
 
     checkpoint: str | None = key(
-        None,
-        "Model that generates (required): a run's folder (its last checkpoint), a checkpoint, an hf/ "
-        "folder or a hub name.",
+        None, "Model that generates (required): a run (its last checkpoint), a checkpoint, an hf/ folder or a hub name."
     )
     prompt: Verbatim | None = key(None, "Prompt. null: read one prompt per line from standard input.")
     tokens: int = key(128, "Maximum number of new tokens; generation stops at the end of a text.", minimum=1)
@@ -490,11 +431,8 @@ class GenerateConfig:
     top_p: float = key(0.95, "Nucleus sampling threshold. 1: sample from all tokens.", above=0, maximum=1)
     seed: int = key(0, "Seed for sampling.")
     dtype: Dtype = key(Dtype.auto, "Dtype of weights and activations. auto: bfloat16 on a GPU, float32 on a CPU.")
-    device: Device = key(Device.auto, "Device. auto: a GPU if there is one.")
-    kernels: Kernels = key(
-        Kernels.auto,
-        "Sparse kernels. auto: whichever this GPU has, PyTorch otherwise; cuda, triton: these or refuse; torch: none.",
-    )
+    device: Device = key(Device.auto, DEVICE)
+    kernels: Kernels = key(Kernels.auto, KERNELS)
 
 
 @dataclass
@@ -502,13 +440,9 @@ class BenchmarkConfig:
     """Which checkpoints are timed, against what, on what text, and for how long."""
 
     checkpoint: list[str] = key(
-        [],
-        "Models to time (required), one or a list [A,B]: a run's folder (its last checkpoint), a "
-        "checkpoint, an hf/ folder or a hub name.",
+        [], "Models to time (required), one or a list [A,B]: runs, checkpoints, hf/ folders or hub names."
     )
-    baseline: list[str] = key(
-        [], "Models to compare with, such as runs of sparsity=dense_silu: one per checkpoint, or none."
-    )
+    baseline: list[str] = key([], "Models to compare with, such as dense runs: one per checkpoint, or none.")
     text: str | None = key(
         None, "File to read: plain text, jsonl or parquet with a column `text`. null: each run's own held-out blocks."
     )
@@ -521,11 +455,9 @@ class BenchmarkConfig:
     output_dir: str | None = key(
         None, "Output folder. null: benchmark/ in the first checkpoint, or benchmarks/NAME if that is read-only."
     )
-    device: Device = key(Device.auto, "Device. auto: a GPU if there is one.")
+    device: Device = key(Device.auto, DEVICE)
     kernels: Kernels = key(
-        Kernels.auto,
-        "Sparse kernels to compare with PyTorch. auto: whichever this GPU has; cuda, triton: these or "
-        "refuse; torch: PyTorch alone.",
+        Kernels.auto, "Kernels to compare with PyTorch. auto: those that this GPU can run; torch: PyTorch alone."
     )
 
 
@@ -545,11 +477,9 @@ class CalibrateConfig:
     """Which layers are timed on this GPU, with which kernels."""
 
     model: list[str] = key(
-        [],
-        "Layers to time (required), one or a list [A,B]: a model choice of `train`, or a layer's KxN, "
-        "such as 2048x5632.",
+        [], "Layers to time (required), one or a list [A,B]: a choice of the group `model`, or KxN like 2048x5632."
     )
-    kernels: Kernels = key(Kernels.auto, "Sparse kernels. auto: whichever this GPU has; or cuda, or triton.")
+    kernels: Kernels = key(Kernels.auto, "Sparse kernels: those that this GPU can run, or cuda, or triton.")
 
 
 @dataclass
@@ -560,17 +490,11 @@ class PushConfig:
         None, "Checkpoint to upload (required): a run (its last checkpoint), a checkpoint or an hf/ folder."
     )
     repo: str | None = key(None, "Hub repository, OWNER/NAME (required); created if it does not exist.")
-    license: str | None = key(
-        None, "License of the weights, by its hub identifier (apache-2.0). Added to a model card that names none."
-    )
-    private: bool = key(True, "Create the repository as private; an existing one must have the visibility given here.")
+    license: str | None = key(None, "License of the weights (hub identifier), added to a model card that names none.")
+    private: bool = key(True, "Create the repository as private. An existing repository must have this visibility.")
     revision: str = key("main", "Branch to upload to; created if it does not exist.")
-    overwrite: bool = key(
-        False, "Replace the files of a branch that is not empty; its history keeps the old ones. false: refuse."
-    )
-    dry_run: bool = key(
-        False, "Check and list what would be uploaded, without uploading; needs no network and no account."
-    )
+    overwrite: bool = key(False, "Replace the files of a branch that is not empty; its history keeps the old files.")
+    dry_run: bool = key(False, "Check and list what would be uploaded, without uploading; needs no network.")
 
 
 def decay_start(optimizer: OptimizerConfig, steps: int) -> int:
@@ -580,12 +504,9 @@ def decay_start(optimizer: OptimizerConfig, steps: int) -> int:
 
 def l1_denominator(normalization: L1Normalization, model: ModelConfig) -> int:
     """Divisor of a token's sum of |h| over neurons and layers, applied before the coefficient."""
-    layers, neurons = model.num_layers, model.intermediate_size
-    return {
-        L1Normalization.sum: 1,
-        L1Normalization.mean: neurons * layers,
-        L1Normalization.layer_mean: layers,
-    }[normalization]
+    if normalization == L1Normalization.sum:
+        return 1
+    return model.num_layers * (model.intermediate_size if normalization == L1Normalization.mean else 1)
 
 
 def l1_coefficient_as(sparsity: SparsityConfig, model: ModelConfig, normalization: L1Normalization) -> float:
@@ -595,5 +516,5 @@ def l1_coefficient_as(sparsity: SparsityConfig, model: ModelConfig, normalizatio
 
 
 def relu_share(tokens: int, config: SparsityConfig) -> float:
-    """a of the step that ends at `tokens` (those of the global batches so far, its own included)."""
+    """The share a of ReLU in the gate (DESIGN §2) in the step that ends after `tokens` tokens of all ranks."""
     return 1.0 if tokens >= config.relu_tokens else tokens / config.relu_tokens

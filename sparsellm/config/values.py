@@ -13,19 +13,17 @@ from typing import Any
 from sparsellm.config.errors import ConfigError
 from sparsellm.config.schema import Config
 
-# What may differ between two starts of the same run. Data may move: other tokens are refused by their checksum.
+# What may differ between two starts of the same run. Data may move, because a checksum identifies the tokens.
 FREE_GROUPS = ("runtime", "logging", "evaluation", "run")
 FREE_KEYS = ("data.path", "data.verify", "data.skip_bad_records")
-# Keys, and groups of keys, that were added later: with their defaults they do not count for a run's name, so runs keep
-# the names that they had before.
+# Keys and groups that are newer than some runs. `fingerprint` ignores their default values, so runs keep their names.
 ADDED_KEYS = (
     "optimizer.schedule", "optimizer.decay_fraction", "data.mix", "sparsity.reinit_blend", "model.num_key_value_heads",
     "model.head_dim", "model.attention_bias", "model.qk_norm", "model.tie_embeddings", "model.rope_parameters",
     "init_from", "sparsity.relu_tokens", "distill", "data.revision",
 )  # fmt: skip
 
-
-# What other frameworks call a key.
+# Names that other frameworks use for a key; a message suggests our name.
 OTHER_NAMES = {
     "lr": ["optimizer.learning_rate"], "max_lr": ["optimizer.learning_rate"],
     "min_lr": ["optimizer.final_lr_fraction"], "lr_schedule": ["optimizer.schedule"],
@@ -48,28 +46,28 @@ OTHER_NAMES = {
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Any configuration as nested plain values, with enums as their names, as stored in config.yaml and checkpoints."""
+    """A configuration as nested plain values, with enums as names, as stored in config.yaml and in checkpoints."""
     return asdict(config, dict_factory=lambda items: {k: v.name if isinstance(v, Enum) else v for k, v in items})
 
 
 def from_dict(values: dict[str, Any]) -> Config:
     """The inverse of `to_dict`. Raises ConfigError for unknown keys."""
-    if unknown := unknown_keys(Config, values):
-        raise ConfigError(unknown)
+    if unknown := flat(values).keys() - flat_types(Config).keys():
+        raise ConfigError([unknown_key(name, Config) for name in sorted(unknown)])
     return build(Config, values)
 
 
 def definition(config: Config) -> dict[str, Any]:
-    """Flat `group.key` to value of all that defines the run: two starts of one run agree on these."""
+    """The values that define a run, by `group.key`: all starts of the run must agree on these values."""
     found = flat({group: values for group, values in to_dict(config).items() if group not in FREE_GROUPS})
-    # The folders of a mix may move, too: what they are called stays.
+    # The folders of data.mix may move too, but keep their names.
     found["data.mix"] = [{**source, "data": Path(str(source.get("data"))).name} for source in found["data.mix"]]
     return {key: value for key, value in found.items() if key not in FREE_KEYS}
 
 
 def fingerprint(config: Config) -> str:
-    """8 hex digits of `definition`: of the resolved configuration without the free groups and keys. With init_from also
-    without the model, which comes from there: a run has its name before that is read."""
+    """8 hex digits that identify `definition(config)`, for the run's name. With init_from, model.* does not count,
+    because the name is needed before the model of init_from is read."""
     defaults = definition(Config())
     counted = {k: v for k, v in definition(config).items() if not k.startswith(ADDED_KEYS) or v != defaults[k]}
     if config.init_from is not None:
@@ -78,7 +76,7 @@ def fingerprint(config: Config) -> str:
 
 
 def flat_types(schema: type, prefix: str = "") -> dict[str, Any]:
-    """Every `group.key` of `schema` and its type."""
+    """The type of every `group.key` of `schema`."""
     found: dict[str, Any] = {}
     for each in fields(schema):
         name, kind = f"{prefix}{each.name}", each.type
@@ -107,10 +105,10 @@ def nested(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def unknown_key(name: str, schema: type) -> str:
-    """What is wrong with a `name` that is no key of `schema`, and which one it may mean."""
+    """The message for a `name` that is not a key of `schema`: it suggests keys with a similar name."""
     keys, group = flat_types(schema), schema
     path: list[str] = []
-    for part in name.split("."):  # as far as the name leads
+    for part in name.split("."):  # the innermost group that exists
         inside: Any = next((f.type for f in fields(group) if f.name == part and is_dataclass(f.type)), None)
         if inside is None:
             break
@@ -130,24 +128,8 @@ def unknown_key(name: str, schema: type) -> str:
     return f"{name} is not a key: {hint}{where} {listed}"
 
 
-def unknown_keys(schema: type, values: dict[str, Any]) -> list[str]:
-    """What is wrong with each key of the nested `values` that `schema` does not have."""
-    known, found = flat_types(schema), []
-
-    def look(nested: dict[str, Any], prefix: str) -> None:
-        for key, value in nested.items():
-            name = f"{prefix}{key}"
-            if isinstance(value, dict) and any(k.startswith(f"{name}.") for k in known):
-                look(value, f"{name}.")
-            elif name not in known:
-                found.append(unknown_key(name, schema))
-
-    look(values, "")
-    return found
-
-
 def build(schema: type, values: dict[str, Any]) -> Any:
-    """A `schema` of the nested plain `values`; its defaults where they have none."""
+    """An instance of `schema` with the nested plain `values`, and defaults for missing keys."""
 
     def convert(kind: Any, value: Any) -> Any:
         if isinstance(kind, type) and is_dataclass(kind):

@@ -6,7 +6,6 @@ import pytest
 import yaml
 
 from sparsellm.config import (
-    CONFIGS,
     Activation,
     ConfigError,
     EvaluateConfig,
@@ -19,7 +18,7 @@ from sparsellm.config import (
     to_dict,
 )
 from sparsellm.config.command import refused
-from sparsellm.config.groups import groups
+from sparsellm.config.groups import CONFIGS, groups
 from sparsellm.config.overrides import PATHS, quoted, sweep_request
 from sparsellm.config.schema import AnalyzeConfig, BenchmarkConfig, Config, ImportConfig, SweepConfig
 from sparsellm.config.values import OTHER_NAMES, flat, flat_types

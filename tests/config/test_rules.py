@@ -34,7 +34,7 @@ ON_CPU = ["experiment=smoke", "runtime.device=cpu"]
     [
         (["sparsity.l1_coefficient=-1"], "sparsity.l1_coefficient is -1.0: it should be at least 0"),
         (["sparsity.l1_coefficient=nan"], "sparsity.l1_coefficient is nan"),
-        (["data.name=../corpus"], "data.name is '../corpus': it should be a folder name in data/; for another"),
+        (["data.name=../corpus"], "data.name is '../corpus': it should be a folder name in data/; for a folder"),
         (["data.name=/corpus"], "data.name is '/corpus': it should be a folder"),
         (["data.name="], "data.name is '': it should be a folder"),
         (["training.batch_size=7"], "training.batch_size 7 is not divisible by the number of ranks, 2"),
