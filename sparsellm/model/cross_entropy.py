@@ -1,13 +1,12 @@
 """Cross entropy of a linear head, computed in chunks of tokens because the full logits [M, V] are too large.
 
-For 32,768 tokens and a vocabulary of 49,152 they take 6.4 GB in float32. Forward computes the logits of one chunk and,
-from them, the chunk's loss and gradients; the next chunk reuses the memory. Backward only scales the gradients that
-forward saved: dx [M, K] and dw [V, K].
+For 32,768 tokens and a vocabulary of 49,152, the logits take 6.4 GB in float32. Forward computes the logits of a chunk,
+and then the chunk's loss and gradients; the next chunk reuses the memory. Backward only scales the gradients that
+forward saved: dx [M, K] and dw [V, K]. The logits of a teacher (`distilled_cross_entropy`) are computed and freed chunk
+by chunk too.
 
-Numerics: logits have the compute dtype (bfloat16 under autocast) with float32 accumulation; softmax, loss and its sum
-are float32; dw accumulates over the chunks in float32.
-
-With a teacher (`distilled_cross_entropy`), the teacher's logits are computed and freed chunk by chunk too.
+Numerics: logits have the compute dtype (bfloat16 under autocast) with float32 accumulation. Softmax, loss and the sum
+of losses are float32, and dw accumulates over the chunks in float32.
 """
 
 from collections.abc import Callable
@@ -23,7 +22,7 @@ SoftmaxCrossEntropy = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class TeacherOutput(NamedTuple):
-    """The teacher's output for M tokens, and its weight: the loss is CE + weight x temperature^2 x KL."""
+    """The teacher's output for M tokens, and the weight of its KL: the loss is CE + weight x temperature^2 x KL."""
 
     hidden: Tensor  # [M, K'], in the compute dtype
     head: Tensor  # [V, K'], same dtype; the teacher's logits are hidden head^T
@@ -42,9 +41,9 @@ def distilled_softmax_cross_entropy(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """logits, teacher [M, V], targets [M] int64 -> (loss, ce, kl, the gradient [M, V] of loss, as logits).
 
-    Sums over tokens, 0-d float32 or wider: ce, kl = KL(teacher || student) with both logits divided by the temperature,
-    and loss = ce + weight temperature^2 kl. The factor keeps the size of the gradient of kl independent of the
-    temperature.
+    ce, kl and loss are sums over tokens, 0-d float32 or wider: kl = KL(teacher || student) with both logits divided by
+    the temperature, and loss = ce + weight temperature^2 kl. The factor temperature^2 keeps the gradient of kl equally
+    large at any temperature.
     """
     ce, gradient = _wide_cross_entropy(logits, targets)
     ours, theirs = ((each.to(gradient.dtype) / temperature).log_softmax(-1) for each in (logits, teacher))
@@ -78,8 +77,8 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, kernel: Sof
 def distilled_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, teacher: TeacherOutput, kernel: Callable[..., tuple[Tensor, ...]]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, ce, kl) for the logits x weight^T; only loss has a gradient. `kernel` is `distilled_softmax_cross_entropy`
-    or a compiled form of it. x [M, K], weight [V, K], targets [M] int64 in [0, V)."""
+    """(loss, ce, kl) for the logits x weight^T; only loss has a gradient. x [M, K], weight [V, K], targets [M] int64 in
+    [0, V). `kernel` is `distilled_softmax_cross_entropy` or a compiled form of it."""
 
     def with_teacher(logits: Tensor, targets: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
         return kernel(logits, targets, hidden @ teacher.head.T, teacher.weight, teacher.temperature)
@@ -92,8 +91,8 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
 
 
 class _LinearLoss(torch.autograd.Function):
-    """Sums over chunks of `kernel(logits, *per_token)`, which returns sums and the gradient of the first sum with
-    respect to the logits. Only the first sum has a gradient."""
+    """Adds up over the chunks what `kernel(logits, *per_token)` returns: sums, and the gradient of the first sum with
+    respect to the logits. The other sums have no gradient."""
 
     @staticmethod
     def forward(
@@ -110,7 +109,7 @@ class _LinearLoss(torch.autograd.Function):
             torch.mm(dlogits, weight, out=dc)
             dw += dlogits.T @ c
             sums.append(of_this)
-            del dlogits  # free it before the next chunk allocates its logits and gradient
+            del dlogits  # free this memory before the next chunk allocates logits and their gradient
         ctx.save_for_backward(dx, dw)
         loss, *others = (torch.stack(of_chunks).sum() for of_chunks in zip(*sums, strict=True))
         ctx.mark_non_differentiable(*others)
@@ -120,5 +119,5 @@ class _LinearLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dloss: Tensor, *_unused: Any) -> tuple[Tensor | None, ...]:
         dx, dw = ctx.saved_tensors
-        # Widen dx before scaling: a bfloat16 product would round the scale itself, a systematic error for every token.
+        # Widen dx before scaling. A bfloat16 product would round the scale, a systematic error for every token.
         return dx.to(dw.dtype) * dloss, dw * dloss, None, None, *[None] * ctx.others

@@ -3,9 +3,9 @@
 Letters: B sequences, T positions, K model width, N neurons, L layers, H heads of width D, H_kv key/value heads, each
 shared by H / H_kv query heads, V vocabulary; M = B x T.
 
-Numerics: weights are float32. Under autocast matmuls, attention and the feedforward operator run in
-bfloat16 with float32 accumulation; the residual stream, normalisation and rotation stay float32. No dropout: a forward
-pass draws no random numbers.
+Numerics: weights are float32. Under autocast, matmuls, attention and the feedforward operator run in bfloat16 with
+float32 accumulation; the residual stream, normalisation and rotation stay float32. Without dropout, a forward pass
+draws no random numbers.
 """
 
 from typing import Any, NamedTuple
@@ -35,23 +35,17 @@ class DecoderOutput(NamedTuple):
     l1: Tensor | None  # [L] float32: sum of |h| per layer; None without a ReLU
     nnz: Tensor | None  # [L] int64: nonzero activations per layer
     fired: Tensor | None  # [L, N] bool: neurons that fired for at least one token
-    wide_segments: Tensor | None  # [L] int64: see FeedForwardOutput, like rest_calls
-    rest_calls: Tensor | None  # [L] int64
+    wide_segments: Tensor | None  # [L] int64: see FeedForwardOutput
+    rest_calls: Tensor | None  # [L] int64: see FeedForwardOutput
     union: Tensor | None  # [L] int64: active neurons of each 128-token tile, summed; -1: not measured
     kl: Tensor | None = None  # 0-d float32: summed KL(teacher || student); None without a teacher
-    loss: Tensor | None = None  # 0-d float32: ce + weighted kl, the one with a gradient
+    loss: Tensor | None = None  # 0-d float32: ce + weighted kl, with a gradient, which ce then lacks
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(nn.RMSNorm):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension. x [..., K] -> [..., K]."""
 
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+    eps: float  # torch's RMSNorm allows None
 
 
 class Attention(nn.Module):
@@ -75,8 +69,7 @@ class Attention(nn.Module):
         return self.o_proj(causal_attention(q, k, v).transpose(1, 2).flatten(2))
 
     def positioned(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys [..., D], normalised with qk_norm, and rotated. Computed in float32, returned in the input's
-        dtype."""
+        """Queries and keys [..., D], normalised if qk_norm, and rotated: in float32, returned in the input's dtype."""
         dtype = q.dtype
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q.float()), self.k_norm(k.float())
@@ -117,14 +110,13 @@ class NonGatedFeedForward(nn.Module):
 
 
 class SiluFeedForward(GatedFeedForward):
-    """The dense baseline, h = silu(gate(x)) * up(x): nothing is zero, so there is nothing to count."""
+    """The dense baseline, h = silu(gate(x)) * up(x). Returns y alone: no activation is zero, so nothing is counted."""
 
-    def forward(self, x: Tensor) -> tuple[Tensor]:  # type: ignore[override]  # y alone, no statistics
+    def forward(self, x: Tensor) -> tuple[Tensor]:  # type: ignore[override]
         return (self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)),)
 
 
 def feedforward(config: ModelConfig, activation: Activation) -> nn.Module:
-    """The feedforward block that the configuration asks for."""
     if activation == Activation.silu:
         return SiluFeedForward(config)
     return GatedFeedForward(config) if config.gated else NonGatedFeedForward(config)
@@ -179,12 +171,12 @@ class Decoder(nn.Module):
 
     def compile_parts(self) -> None:
         """Compile the layers, which share one graph, and the loss. The decoder is not compiled as a whole, so that
-        backward can hand gradients to DDP or FSDP between compiled parts, which overlaps reduction with compute.
+        backward can hand gradients to DDP or FSDP between compiled parts, which overlaps their reduction with compute.
 
         Each shape compiles one graph, and dynamo raises at the ninth graph of the layers. A run uses at most two shapes
-        with gradients (`runtime.micro_batch_size` and a smaller last micro-batch, or the two that `auto` picks, see
+        with gradients (`runtime.micro_batch_size` and a smaller last micro-batch, or the two sizes of `auto`, see
         training/micro_batch.py) and one without (a whole micro-batch, see evaluation/perplexity.py).
-        `sparsity.relu_tokens` doubles these to six graphs. A teacher adds two and raises the limit."""
+        `sparsity.relu_tokens` doubles these three graphs. A teacher adds two graphs and raises the limit."""
         for layer in self.layers:
             layer.compile(fullgraph=True, dynamic=False)
         self.softmax_cross_entropy = torch.compile(softmax_cross_entropy, fullgraph=True, dynamic=False)
@@ -216,10 +208,10 @@ class Decoder(nn.Module):
         return F.linear(self.hidden(tokens)[0], self.head)
 
     def forward(self, tokens: Tensor, targets: Tensor, teacher: TeacherOutput | None = None) -> DecoderOutput:
-        """tokens [B, T], targets [C, T] int64 -> sums over tokens. `teacher`: the teacher's output for them.
+        """tokens [B, T], targets [C, T] int64 -> sums over tokens. `teacher`: the teacher's output for `tokens`.
 
         Usually C = B. If C < B, only the first C sequences count in the cross entropy; the others pad the batch to a
-        compiled shape. The layers' statistics cover all B.
+        compiled shape. The layers' statistics cover all B sequences.
         """
         x, statistics = self.hidden(tokens)
         if len(targets) < len(x):

@@ -5,6 +5,7 @@ sequences to longer ones, with the formulas of transformers. Letters: T position
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,49 +18,41 @@ def rotary_tables(length: int, config: ModelConfig, device: torch.device) -> tup
     frequencies, factor = _frequencies(config, device)
     angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequencies)
     angles = torch.cat([angles, angles], -1)
-    if factor == 1:
-        return angles.cos(), angles.sin()
     return angles.cos() * factor, angles.sin() * factor
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [..., D] rotated by its position; computed in float32, returned in the dtype of x."""
+    """x [..., D] rotated by the angles of its position: computed in float32, returned in the dtype of x."""
     first, second = x.float().chunk(2, -1)
     return (x * cos + torch.cat([-second, first], -1) * sin).to(x.dtype)
 
 
 def _frequencies(config: ModelConfig, device: torch.device) -> tuple[Tensor, float]:
     """Radians per position [D / 2] float32, and the factor that multiplies cos and sin."""
-    rope, pairs = config.rope_parameters, torch.arange(0, config.head_width, 2, dtype=torch.float32, device=device)
+    rope: Any = config.rope_parameters  # the rules of config/ require the keys that each type reads
+    pairs = torch.arange(0, config.head_width, 2, dtype=torch.float32, device=device)
     plain = config.rope_theta ** -(pairs / config.head_width)
     if rope.rope_type == RopeType.default:
         return plain, 1.0
-    assert rope.factor is not None
     if rope.rope_type == RopeType.linear:
         return plain / rope.factor, 1.0
-    assert rope.original_max_position_embeddings is not None
-    rotations = rope.original_max_position_embeddings / (2 * math.pi)  # of pair 0, within the training context
+    # The share of each original frequency that is kept, 0 to 1, depends on its rotations within the training context.
+    rotations = rope.original_max_position_embeddings / (2 * math.pi)  # of pair 0
     if rope.rope_type == RopeType.llama3:
-        kept, sharpening = _kept_by_llama3(rope, plain * rotations), 1.0
+        low, high, sharpening = rope.low_freq_factor, rope.high_freq_factor, 1.0
+        kept = ((plain * rotations - low) / (high - low)).clamp(0, 1)
     else:
         kept, sharpening = _kept_by_yarn(rope, config, rotations, device), _sharpening(rope, rope.factor)
     return plain / rope.factor * (1 - kept) + plain * kept, sharpening
 
 
-def _kept_by_llama3(rope: RopeParameters, rotations: Tensor) -> Tensor:
-    """How much of each original frequency is kept, 0 to 1, from its rotations within the training context."""
-    assert rope.low_freq_factor is not None
-    assert rope.high_freq_factor is not None
-    return ((rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
-
-
 def _kept_by_yarn(rope: RopeParameters, config: ModelConfig, rotations: float, device: torch.device) -> Tensor:
-    """How much of each original frequency is kept: a linear ramp over the pairs between beta_fast and beta_slow
-    rotations. `rotations`: those of pair 0."""
+    """The kept share of each original frequency: a linear ramp over the pairs that have between beta_fast and beta_slow
+    rotations within the training context. `rotations`: the rotations of pair 0."""
     width = config.head_width
 
     def pair(wanted: float) -> float:
-        """The (fractional) pair with `wanted` rotations; pair i has theta^(2 i / D) times fewer than pair 0."""
+        """The (fractional) pair with `wanted` rotations. Pair i has theta^(2 i / D) times fewer than pair 0."""
         return width * math.log(rotations / wanted) / (2 * math.log(config.rope_theta))
 
     first, last = pair(rope.beta_fast or 32), pair(rope.beta_slow or 1)

@@ -1,9 +1,8 @@
 """Distillation from a dense teacher, in addition to cross entropy: distill.teacher (docs/TRAINING.md).
 
-The loss of a token is CE + weight x temperature^2 x KL(teacher || student), summed over the global batch and divided by
-its tokens like every other term, so accumulation and the number of ranks change rounding only. Each rank holds the
-whole teacher, with matrices in the compute dtype. The teacher computes a micro-batch's last hidden state right before
-the student does; its logits exist for one chunk of tokens at a time (model/cross_entropy.py).
+The loss of a token is CE + weight x temperature^2 x KL(teacher || student). Each rank holds the whole teacher, with
+matrices in the compute dtype. The teacher computes a micro-batch's last hidden state right before the student does. The
+teacher's logits exist for one chunk of tokens at a time (model/cross_entropy.py).
 """
 
 import torch
@@ -23,7 +22,7 @@ KEY = "distill.teacher"
 
 
 def mistakes(distill: DistillConfig, model: ModelConfig, length: int) -> list[str]:
-    """Why the teacher, if any, cannot teach `model` on sequences of `length` tokens, judging by its config.json."""
+    """Why the teacher's config.json, if there is a teacher, does not fit `model` and sequences of `length` tokens."""
     name = distill.teacher
     if name is None:
         return []
@@ -58,10 +57,11 @@ class Teacher:
         autocast: torch.autocast,
         before: str | None = None,
     ) -> None:
-        """Reads the teacher on the main rank. `before`: the digest of the run's teacher so far, if known.
+        """Read the teacher on the main rank and send it to the others. Collective. `before`: the digest of the teacher
+        that the run has used so far, if any.
 
-        Collective. Raises ConfigError on the main rank, and MainRankFailed on the others, if its files cannot be read
-        or the model has changed.
+        Raises ConfigError on the main rank, and MainRankFailed on the others, if the teacher cannot be read or has
+        changed.
         """
         self.config, self.autocast = config, autocast
         dtype, weights = DTYPES[runtime.precision], dict[str, Tensor]()
@@ -69,12 +69,12 @@ class Teacher:
         def read() -> tuple[ModelConfig, Activation, str]:
             name = str(config.teacher)
             with source(KEY, name) as checkpoint:
-                checkpoint.identity()  # verifies the checksums of our checkpoints
+                checkpoint.identity()  # verifies the checksums, if the checkpoint is one of ours
                 model, activation, found = load_float32(checkpoint)
             if before not in (None, digest := _digest(found)):
                 raise ConfigError([
-                    f"{KEY}={name} is no longer the model that run {run_name} has used as teacher: restore"
-                    f" it," " choose another run.name, or add run.restart=true"
+                    f"{KEY}={name} is no longer the model that run {run_name} has used as teacher: restore it, choose"
+                    " another run.name, or add run.restart=true"
                 ])  # fmt: skip
             weights.update(found)
             return model, activation, digest
@@ -83,15 +83,15 @@ class Teacher:
         with torch.device(ranks.device), torch.random.fork_rng([ranks.device] if ranks.device.type == "cuda" else []):
             self.decoder = Decoder(model, activation).requires_grad_(False)
         send(weights, self.decoder, ranks)
-        for layer in self.decoder.layers:  # cast once what autocast would cast in every pass
+        for layer in self.decoder.layers:  # cast each matrix once; autocast would cast it in every pass
             for parameter in layer.parameters():
                 if parameter.dim() == 2:
                     parameter.data = parameter.data.to(dtype)
         self.head = self.decoder.head.to(dtype)
-        held = {tensor.data_ptr(): tensor.nbytes for tensor in (*self.decoder.parameters(), self.head)}
-        self.bytes = sum(held.values())
+        sizes = {tensor.data_ptr(): tensor.nbytes for tensor in (*self.decoder.parameters(), self.head)}
+        self.bytes = sum(sizes.values())
         if runtime.compile:
-            # Student and teacher layers share code, so dynamo counts the graphs of both models together.
+            # Student and teacher share the code of their layers, so dynamo counts the graphs of both models together.
             torch._dynamo.config.recompile_limit = max(16, torch._dynamo.config.recompile_limit)
             self.decoder.compile_parts()
 

@@ -4,14 +4,14 @@ One optimizer step over the M tokens of the global batch minimises (DESIGN §2)
 
     loss = (1/M) sum over tokens of CE  +  (lambda/M) sum over tokens and layers of |h|_1
 
-plus a KL term with a teacher (training/distillation.py). Each micro-batch contributes its sums divided by M, whatever
-its size, so gradients add up to those of one big batch. Gradients are averaged over W ranks, so every loss is
-multiplied by W. They are reduced during backward: with DDP once per step, in buckets; for a sharded model layer by
-layer (training/sharding.py).
+and with a teacher a KL term (training/distillation.py). Each micro-batch contributes its sums divided by M, so
+gradients add up to those of one big batch, whatever the size of a micro-batch. Every loss is multiplied by the number
+of ranks, because gradients are averaged over the ranks. DDP reduces gradients once per step during backward, in
+buckets; a sharded model reduces them layer by layer (training/sharding.py).
 
 A step does not synchronize with the device. The host waits only when it reads the numbers of an earlier step (`_read`,
 and `Plans` for the step before the last), at validation and evaluation, while a checkpoint is copied to the host, and
-once, early on, to estimate the remaining time (`Progress.step`).
+once after the first steps, to estimate the remaining time (`Progress.step`).
 """
 
 import json
@@ -36,23 +36,10 @@ from sparsellm.hf import card, conversion
 from sparsellm.inference.accelerate import accelerate
 from sparsellm.model.dtypes import DTYPES
 from sparsellm.ops import backend
-from sparsellm.runs import layout, report
+from sparsellm.runs import layout, metrics, report
 from sparsellm.runs.checkpoint import CheckpointError, Checkpoints
 from sparsellm.runs.layout import CHECKPOINTS, PLOTS, STATE, VALUES, WAITING_ROW
-from sparsellm.runs.metrics import (
-    METRICS,
-    HeldOut,
-    MetricsError,
-    MetricsFile,
-    Rows,
-    Saved,
-    StepClock,
-    StepReport,
-    StepSums,
-    StepValues,
-    reduce_step,
-    telling,
-)
+from sparsellm.runs.metrics import HeldOut, MetricsError, StepClock, StepReport, StepSums, StepValues
 from sparsellm.runs.retention import Retention, last_common_step
 from sparsellm.runs.wandb_record import WandbRun
 from sparsellm.system.console import warn
@@ -78,7 +65,7 @@ class TrainingDiverged(SparsellmError, RuntimeError):
 
 
 def not_finite(values: StepValues) -> tuple[str, str]:
-    """(what became non-finite first in a step with a non-finite gradient, what may help)."""
+    """For a step whose gradient is not finite: which term caused it, and what may help."""
     if not math.isfinite(values.ce):
         return "the cross entropy", "lower optimizer.learning_rate (or model.init_std, if these are the first steps)"
     if not math.isfinite(values.kl):
@@ -89,13 +76,9 @@ def not_finite(values: StepValues) -> tuple[str, str]:
 
 
 def _agree_on_kernels(rank: int) -> None:
-    """Raise KernelsUnavailable on all ranks if only some of them have the kernels.
-
-    `Plans` runs its own collectives, which ranks without kernels would not match.
-    """
-    lacking = None if backend.loaded() else f"rank {rank}: {backend.available()[1]}"
-    having = f"rank {rank}" if backend.loaded() else None
-    lacking, having = first_error(lacking), first_error(having)
+    """Raise KernelsUnavailable on all ranks if only some have the kernels and would run the collectives of `Plans`."""
+    lacking = first_error(None if backend.loaded() else f"rank {rank}: {backend.available()[1]}")
+    having = first_error(f"rank {rank}" if backend.loaded() else None)
     if lacking and having:
         raise backend.KernelsUnavailable(
             f"{lacking}; {having} has the kernels: fix the first, or use runtime.kernels=torch on all ranks"
@@ -108,17 +91,16 @@ class Trainer:
     def __init__(
         self, config: Config, ranks: Ranks, data: Data, folder: Path, evaluation: LiveEvaluation | None = None
     ) -> None:
-        """`evaluation`: what to score every `evaluation.every` steps; None: nothing."""
         self.config, self.ranks, self.data, self.folder, self.evaluation = config, ranks, data, folder, evaluation
         model, training, sparsity, runtime = config.model, config.training, config.sparsity, config.runtime
         device, activation = ranks.device, config.sparsity.activation
-        self.plans: Plans | None = None  # None: train with the traced reference
+        self.plans: Plans | None = None  # None: PyTorch traces the feedforward layers
         self.step = 0
         memory = StepMemory(
             model, activation, runtime, training.batch_size // ranks.world_size, training.sequence_length,
             ranks.world_size, sharding.sharing(model, runtime.shard, ranks), taught=config.distill.teacher is not None,
         )  # fmt: skip
-        # Before any tensor is allocated, because this sets the process's memory limit.
+        # Gpu sets the process's memory limit, so it comes before the first tensor.
         gpu = Gpu(device, runtime.memory_limit_gib) if device.type == "cuda" else None
         torch.manual_seed(training.seed)
         self.decoder = sharding.decoder(model, activation, runtime, ranks)
@@ -130,9 +112,8 @@ class Trainer:
         if runtime.compile:
             self.decoder.compile_parts()
         self.model = sharding.distributed(self.decoder, runtime, model.init_std, ranks)
-        self.annealing = None
-        if sparsity.relu_tokens:
-            self.annealing = ReluAnnealing(sparsity, self.decoder, self.plans, device)
+        annealed = sparsity.relu_tokens > 0
+        self.annealing = ReluAnnealing(sparsity, self.decoder, self.plans, device) if annealed else None
         self.teacher: Teacher | None = None  # loaded in `fit`
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=runtime.precision == Precision.bfloat16)
         self.optimizer = Optimizer(self.decoder, config.optimizer)
@@ -144,26 +125,23 @@ class Trainer:
         self.reinitialization = None
         if sparsity.reinit_dead_after_tokens is not None:
             self.reinitialization = Reinitialization(sparsity, training, model, self.decoder, self.optimizer)
-        self.data_state: dict[str, Any] | None = None
-        self.other_ends: list[int] = []  # further end-of-text tokens of the init_from model
-        self.card_rows: list[dict[str, Any]] = []  # rows for the card of the checkpoint being written
-        self.resumed: dict[str, Any] = {}  # the values of the checkpoint that the run resumes from
-        self.log: RunLog | None = None  # on the main rank, once the run's start is decided
-        self.reported: StepReport | None = None
+        self.data_state: dict[str, Any] | None = None  # position in the data
+        self.other_ends: list[int] = []  # tokens that end a text of the init_from model, besides the data's
+        self.card_rows: list[dict[str, Any]] = []  # rows for the model card of the checkpoint being written
+        self.resumed: dict[str, Any] = {}  # values of the checkpoint from which the run resumes
+        self.log: RunLog | None = None  # on the main rank, after `_open_log`
+        self.reported: StepReport | None = None  # the last logged step, until `_read` reads its numbers
         # The row of a step that is not scored yet: on the main rank, and after a resume on all ranks.
         self.row: dict[str, Any] | None = None
         self.retention = Retention(config.run, training.steps, last_common_step(training, config.optimizer, sparsity))
         self.checkpoints = Checkpoints(
-            folder / CHECKPOINTS,
-            ranks,
-            config.run.keep_checkpoints,
-            self._export_with_card,
+            folder / CHECKPOINTS, ranks, config.run.keep_checkpoints, self._export_with_card,
             self.retention.for_good,
-        )
+        )  # fmt: skip
 
     @property
     def tokens(self) -> int:
-        """Training tokens so far, over all ranks."""
+        """Number of training tokens so far, over all ranks."""
         return self.step * self.config.training.tokens_per_step
 
     def fit(self) -> int:
@@ -183,7 +161,7 @@ class Trainer:
             self.teacher = Teacher(
                 config.distill, config.runtime, config.run.name, self.ranks, self.autocast, self.resumed.get("teacher")
             )
-            self.micro_batch.beside = self.teacher.bytes
+            self.micro_batch.teacher_bytes = self.teacher.bytes
         self.micro_batch.choose()
         on_main(self.ranks, self._open_log)
         first = self.step
@@ -191,8 +169,7 @@ class Trainer:
             try:
                 self._train(stop)
             except DataError:
-                # Save the completed steps. With several ranks, the others are in the next step and cannot save this
-                # one.
+                # Save the completed steps. Several ranks cannot, because the other ranks are already in the next step.
                 if self.ranks.world_size == 1 and self.step > first and not self.optimizer.skipped_in_row.item():
                     self._read()
                     self._save()
@@ -200,27 +177,25 @@ class Trainer:
             finally:
                 if self.log is not None:
                     self.log.progress.close()
-                self.checkpoints.wait()  # whatever ends the run, finish the save in progress
-            finished = self.step >= self.config.training.steps
-            exit_code = (
-                0 if finished else 128 + (stop.signal or signal.SIGTERM)
-            )  # SIGTERM: the signal arrived on another rank
+                self.checkpoints.wait()  # finish the save in progress, whatever ends the run
+            # Without a signal on this rank, another rank was signalled.
+            exit_code = 0 if self.step >= self.config.training.steps else 128 + (stop.signal or signal.SIGTERM)
             if self.log is not None:
                 self._finish(self.log, exit_code)
-            dist.barrier()  # if a rank left early, torchrun would end the main rank while it draws figures
+            dist.barrier()  # torchrun ends all ranks once one has left, and the main rank may still draw figures
         return exit_code
 
     def _train(self, stop: StopRequest) -> None:
         """Run steps, validations, evaluations and checkpoints, to the end or until some rank is asked to stop.
 
-        A step that is both saved and scored is saved first, so that a failing validation or evaluation costs no
-        checkpoint. The checkpoint then holds the step's row, which a resume scores before its first step.
+        A step that is both saved and scored is saved first, so that a validation or evaluation that fails costs no
+        checkpoint. The checkpoint holds the step's row without scores; a resume adds the scores before its first step.
         """
         config, stopping, save_due = self.config, False, False
         profile = Profile(config.runtime.profile_steps, self.folder, self.ranks)
         if self.row is not None:
             self._score()
-        with closing(self.data.batches(self.data_state)) as batches, profile:
+        with closing(self.data.batches(self.data_state)) as batches:
             while self.step < config.training.steps and (save_due or not stopping):
                 with profile.step(self.step + 1):
                     sums, norm, clock = self.advance(batches)
@@ -240,6 +215,7 @@ class Trainer:
                     self._score()
                 if self.log is not None:
                     self.log.progress.step(self.step, clock)
+        profile.write()
 
     def advance(self, batches: Iterator[tuple[Tensor, dict]]) -> tuple[StepSums, Tensor, StepClock]:
         """Train on the next batch: (sums, gradient norm, clock)."""
@@ -258,21 +234,19 @@ class Trainer:
             self.micro_batch.decided(self.step, tokens)
         sums = self.micro_batch.run(self.step, lambda size: self.accumulate(tokens, size))
         norm = self.optimizer.step(learning_rate(self.step, self.config.training.steps, self.config.optimizer))
-        # Known only on the device. Counts of a skipped step are ignored, because NaN "fires" everywhere.
-        counts = norm.isfinite()
+        # Only the device knows whether the step was skipped. If so, its counts are dropped, because NaN "fires".
+        finite = norm.isfinite()
         if self.plans is not None:
-            self.plans.after(self.step, sums, counts)
+            self.plans.after(self.step, sums, finite)
         if sums.fired is not None:
-            self.silent.update(sums.fired, self.config.training.tokens_per_step, counts)
+            self.silent.update(sums.fired, self.config.training.tokens_per_step, finite)
         if self.reinitialization is not None and self.reinitialization.due(self.step):
             self.reinitialization.apply(self.step, self.silent.reduced())
         return sums, norm
 
     def accumulate(self, tokens: Tensor, size: int, reduce: bool = True) -> StepSums:
-        """Forward and backward of this rank's sequences, tokens [B, T + 1] int64, `size` at a time.
-
-        Accumulates gradients, and reduces them over the ranks with the last micro-batch, unless reduce=False.
-        """
+        """Forward and backward of this rank's sequences, tokens [B, T + 1] int64, `size` at a time. The last
+        micro-batch reduces the accumulated gradients over the ranks, unless reduce=False."""
         if self.annealing is not None:
             self.annealing.at(self.tokens)
         sums = StepSums()
@@ -305,12 +279,9 @@ class Trainer:
             "relu_share": None if self.annealing is None else self.annealing.share,
             "plan_per_layer": ["torch"] * len(self.decoder.layers) if self.plans is None else self.plans.engines,
             "micro_batch_size": self.micro_batch.size,
-            "ffn_saved_bytes": self.micro_batch.memory.ffn_saved_bytes(
-                self.micro_batch.size,
-                [None] * len(self.decoder.layers) if self.plans is None else self.plans.plans,
-            ),
+            "ffn_saved_bytes": self.micro_batch.ffn_saved_bytes(),
         }
-        return reduce_step(
+        return metrics.reduce_step(
             sums, None if sums.fired is None else self.silent.reduced(), self.config.sparsity.dead_after_tokens,
             None if self.reinitialization is None else self.reinitialization.count,
             (norm, self.optimizer.skipped, self.optimizer.skipped_in_row), stop, known, clock,
@@ -321,11 +292,8 @@ class Trainer:
         return self.evaluation if self._due(self.config.evaluation.every) else None
 
     def _read(self, whole: bool = True) -> bool:
-        """Write the row of the last reported step, if any, and wait for that step. Returns True if some rank wants to
-        stop.
-
-        A row that is not `whole`, because the step is not scored yet, is kept for `_score`.
-        """
+        """Wait for the last logged step, if its numbers are not read yet, and write its row. Returns whether some rank
+        wants to stop. With whole=False, the row waits for the scores that `_score` adds."""
         if self.reported is None:
             return False
         values, self.reported = self.reported.read(), None
@@ -346,7 +314,7 @@ class Trainer:
     def _score(self) -> None:
         """Run the validation and evaluation due at this step, and write the row with their results. Collective.
 
-        The last step's checkpoint is then saved again, so that its model card has the scores.
+        Saves the last step again, so that the model card of its checkpoint has the scores.
         """
         held_out = self._validate() if self._validation_due else None
         evaluation = self._evaluation()
@@ -360,11 +328,11 @@ class Trainer:
 
     @property
     def _validation_due(self) -> bool:
-        """Never due if the data holds nothing out (data.validation_fraction=0)."""
+        """Whether a validation is due at this step; never with data.validation_fraction=0, which holds out nothing."""
         return len(self.data.validation) > 0 and self._due(self.config.logging.validation_every)
 
     def _put_row(self, log: RunLog) -> None:
-        """Write the row that has waited wherever rows go."""
+        """Write the waiting row to all outputs of `log`."""
         row, self.row = self.row, None
         assert row is not None
         log.failed_save(self.checkpoints.failure())
@@ -376,16 +344,13 @@ class Trainer:
         named = {name: cross_entropy(self.decoder, each[name], *arguments) for name in each}
         return HeldOut(cross_entropy(self.decoder, blocks, *arguments), blocks[:, 1:].numel(), named)
 
-    # The run's state, saved in checkpoints.
-
     def _tensors(self, silent_tokens: Tensor) -> dict[str, Tensor]:
-        drawn = {} if self.reinitialization is None else self.reinitialization.state()
-        return (
-            {f"model.{name}": p.detach() for name, p in self.optimizer.parameters.items()}
-            | {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state().items()}
-            | {"sparsity.silent_tokens": silent_tokens}
-            | {f"sparsity.{name}": tensor for name, tensor in drawn.items()}
-        )
+        sparsity = {"silent_tokens": silent_tokens}
+        if self.reinitialization is not None:
+            sparsity |= self.reinitialization.state()
+        tensors = {f"model.{name}": parameter.detach() for name, parameter in self.optimizer.parameters.items()}
+        tensors |= {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state().items()}
+        return tensors | {f"sparsity.{name}": tensor for name, tensor in sparsity.items()}
 
     def _save(self) -> None:
         try:
@@ -393,7 +358,7 @@ class Trainer:
         except CheckpointError as error:  # raised on all ranks; this step is still worth saving
             if self.log is not None:
                 self.log.failed_save(str(error))
-        # A checkpoint counts on its rows: they are on disk before it.
+        # A resume from the checkpoint needs its rows, so the rows are on disk before the checkpoint.
         unwritten = first_error(None if self.log is None else self.log.unwritten(self.step))
         if unwritten is not None:
             raise MetricsError(unwritten)
@@ -411,10 +376,10 @@ class Trainer:
             WAITING_ROW: self.row,
         }
         if self.log is not None:
-            self.card_rows = telling([*self.log.metrics.telling, *([] if self.row is None else [self.row])])
+            self.card_rows = metrics.telling([*self.log.metrics.telling, *([] if self.row is None else [self.row])])
         self.checkpoints.save(self.step, self._tensors(self.silent.reduced()), values, rng, {"data": self.data_state})
         if gone is not None:
-            raise MetricsError(gone)  # `fit` waits for the save
+            raise MetricsError(gone)  # `fit` waits until the save is complete
 
     def _resume(self) -> None:
         step = self.checkpoints.find(self.config.run.skip_damaged)
@@ -434,11 +399,11 @@ class Trainer:
                 f"the checkpoint of step {step:,} lacks {', '.join(sorted(lacking))}: a version older than 0.1.0 saved"
                 " it, and it cannot be resumed; start over with run.restart=true"
             )
-        self.row = values.get(WAITING_ROW)  # missing if saved before 0.1.0, when rows were scored before the save
-        if self.plans is not None and values["plans"] is not None:  # None: trained in PyTorch so far
+        self.row = values.get(WAITING_ROW)  # versions before 0.1.0 scored rows before the save
+        if self.plans is not None and values["plans"] is not None:  # None if PyTorch traced the layers so far
             self.plans.restore(values["plans"])
         if self.annealing is not None:
-            self.annealing.at(self.tokens)  # the micro-batch depends on the blocks of the last step
+            self.annealing.at(self.tokens)  # the micro-batch size depends on whether layers are annealed
         self.micro_batch.restore(values["micro_batch"])
         self.other_ends = values["other_ends"]
         torch.set_rng_state(rng["cpu"])
@@ -455,24 +420,22 @@ class Trainer:
         )  # fmt: skip
 
     def _export_with_card(self, weights: dict[str, Tensor], folder: Path) -> None:
-        """Runs in the writing thread, during training: export the model, and a card from the rows up to its step."""
+        """Export the model and its model card. The thread that writes checkpoints calls this during training."""
         self._export(weights, folder)
         step = json.loads((folder.parent / STATE / VALUES).read_text())["step"]
-        told = card.text(self.config, step, self.card_rows, self.data.training_tokens)
-        (folder / "README.md").write_text(told, encoding="utf-8")
-
-    # Output.
+        text = card.text(self.config, step, self.card_rows, self.data.training_tokens)
+        (folder / "README.md").write_text(text, encoding="utf-8")
 
     def _open_log(self) -> None:
         """Open the logs and print an overview, on the main rank. Raises MetricsError if rows are damaged."""
         config, parameters = self.config, sum(p.numel() for p in self.decoder.parameters())
-        rows = Rows(
+        rows = metrics.Rows(
             config.model, config.training, config.sparsity, config.distill, config.data.mix_names,
             self.ranks.world_size, self.ranks.device,
         )  # fmt: skip
-        saved = Saved(**self.resumed["metrics"]) if self.resumed else None
+        saved = metrics.Saved(**self.resumed["metrics"]) if self.resumed else None
         written = self.step if self.row is None else self.step - 1
-        metrics = MetricsFile(self.folder / METRICS, written, saved, config.run.skip_damaged)
+        file = metrics.MetricsFile(self.folder / metrics.METRICS, written, saved, config.run.skip_damaged)
         wandb = WandbRun(config, self.folder)
         engine = "in PyTorch" if self.plans is None else f"on {backend.NAMES[backend.loaded() or 'cuda']}"
         if self.plans is not None and config.sparsity.relu_tokens:
@@ -483,7 +446,7 @@ class Trainer:
             print(report.aligned("engines", chosen_by))
         print(report.aligned("Weights & Biases", wandb.status), flush=True)
         progress = Progress(self.folder.name, self.step, config.training.steps, config.training.tokens_per_step)
-        self.log = RunLog(rows, metrics, wandb, progress)
+        self.log = RunLog(rows, file, wandb, progress)
 
     def _finish(self, log: RunLog, exit_code: int) -> None:
         log.metrics.close()
@@ -500,6 +463,6 @@ class Trainer:
         checkpoint = layout.checkpoint(self.folder, self.step) / layout.HF
         try:
             print(report.aligned("sample", repr(report.sample(checkpoint, SAMPLE_PROMPT, 48))))
-        except Exception as error:  # mostly from transformers; the run is complete without a sample
+        except Exception as error:  # mostly raised by transformers; the run is complete without a sample
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
             warn(f"no text sample from {checkpoint}: {reason}")

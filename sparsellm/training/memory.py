@@ -8,13 +8,13 @@ is set). Between a micro-batch's forward and backward pass a compiled layer keep
     E K        one normalised input
     2 E (Q+R)  queries, keys, values and the heads' output; with qk_norm also unnormalised queries and keys, E (Q + R)
     saved      what the feedforward engine saves for backward (sparsellm.ops.saved_bytes), or, if PyTorch traces the
-               block, its planes [M, N] (`_traced_planes`)
+               block, the block's planes [M, N] (`_traced_planes`)
 
-and, independent of the number of tokens, its weights in the compute dtype. A layer that is not compiled keeps more.
-Memory peaks while the head computes (`_head`) or during the last layer's backward (`_last_layer`).
+and, for any number of tokens, its weights in the compute dtype. A layer that is not compiled keeps more. Memory peaks
+while the head computes (`_head`) or during the last layer's backward (`_last_layer`).
 
-On an H200 (torch 2.11) this estimate differs from the peaks in docs/RESULTS.md, "Training in 80 GB", by at most 0.5%,
-with recomputation by 2.5%. tests/gpu/test_memory_on_a_gpu.py verifies it.
+On an H200 (torch 2.11) this estimate differs by at most 0.5%, with recomputation by 2.5%, from the peaks in
+docs/RESULTS.md, "Training in 80 GB". tests/gpu/test_memory_on_a_gpu.py verifies the estimate.
 """
 
 import gc
@@ -26,31 +26,21 @@ from typing import NamedTuple
 import pynvml
 import torch
 
-from sparsellm.config import (
-    FLOAT32,
-    MOMENTS,
-    Activation,
-    ModelConfig,
-    RuntimeConfig,
-    attention_weights,
-    parameters,
-)
+from sparsellm.config import FLOAT32, MOMENTS, Activation, ModelConfig, RuntimeConfig, attention_weights, parameters
 from sparsellm.model.cross_entropy import CHUNK
 from sparsellm.model.dtypes import DTYPES
 from sparsellm.ops import Plan, saved_bytes
 
 GIB = 2**30
-# A deterministic run does not measure its memory. This is reserved for the CUDA context, NCCL and the kernels' code.
+# Reserved for the CUDA context, NCCL and the kernels' code in a deterministic run, which does not measure its memory.
 UNMEASURED = 3 * GIB
 
 
 class Sharing(NamedTuple):
-    """The number of ranks that share each kind of state; 1: every rank holds all of it."""
+    """How ranks share weights, gradients and optimizer state."""
 
-    weights: int = 1
-    gradients: int = 1
-    optimizer: int = 1
-    gathered: int = 0  # elements of weights and gradients that are temporarily gathered
+    ranks: int = 1  # how many ranks share one model; 1: each rank holds a whole model
+    gathered: int = 0  # elements of weights and gradients that a rank gathers temporarily
 
 
 UNSHARED = Sharing()
@@ -62,13 +52,13 @@ class Usage(NamedTuple):
     weights: int
     optimizer: int
     gradients: int  # outside of DDP's buckets
-    buckets: int  # DDP's buckets
+    buckets: int  # gradients in DDP's buckets
     activations: int
-    accumulates: bool  # whether gradients of earlier micro-batches exist when activations peak
+    accumulates: bool  # whether earlier micro-batches of the step have left gradients when activations peak
 
     @property
     def total(self) -> int:
-        """The total. With one micro-batch, gradients reuse the memory that activations free."""
+        """Bytes at the peak. With one micro-batch, gradients reuse the memory that activations free."""
         both = self.gradients + self.activations if self.accumulates else max(self.gradients, self.activations)
         return self.weights + self.optimizer + self.buckets + both
 
@@ -80,34 +70,34 @@ class StepMemory:
     model: ModelConfig
     activation: Activation
     runtime: RuntimeConfig
-    share: int  # sequences of the rank in a step
+    share: int  # sequences of a step on one rank
     sequence_length: int
     world_size: int = 1
     sharing: Sharing = UNSHARED
-    taught: bool = False  # whether a teacher gives logits
+    taught: bool = False  # whether the run has a teacher
 
     def usage(self, sequences: int, plans: Sequence[Plan | None]) -> Usage:
-        """The memory of a step with micro-batches of `sequences`. plans: by layer; None: PyTorch traces the layer."""
-        sharing, count = self.sharing, FLOAT32 * parameters(self.model)
+        """The memory of a step with micro-batches of `sequences`. `plans`: by layer; None if PyTorch traces a layer."""
+        sharing, size = self.sharing, FLOAT32 * parameters(self.model)
         accumulates = sequences < self.share
-        buckets = count if self.world_size > 1 and sharing.gradients == 1 else 0
+        buckets = size if self.world_size > 1 and sharing.ranks == 1 else 0
         return Usage(
-            weights=count // sharing.weights + FLOAT32 * sharing.gathered,
-            optimizer=MOMENTS * count // sharing.optimizer,
-            # gradients of the last micro-batch go to DDP's buckets, those of the others are separate
-            gradients=count // sharing.gradients if accumulates or not buckets else 0,
+            weights=size // sharing.ranks + FLOAT32 * sharing.gathered,
+            optimizer=MOMENTS * size // sharing.ranks,
+            # DDP's buckets hold the gradients of the last micro-batch; those of earlier micro-batches are separate.
+            gradients=size // sharing.ranks if accumulates or not buckets else 0,
             buckets=buckets,
             activations=self._activations(sequences, plans),
             accumulates=accumulates,
         )
 
     def ffn_saved_bytes(self, sequences: int, plans: Sequence[Plan | None]) -> int | None:
-        """What the feedforward layers keep, in addition to their inputs, for the backward of a micro-batch of
-        `sequences`; None for SiLU, where autograd and the compiler decide."""
+        """Bytes that the feedforward layers save in addition to their inputs for the backward pass of `sequences`. None
+        for SiLU, where autograd and the compiler decide."""
         if self.activation != Activation.relu:
             return None
         if self.runtime.recompute:
-            return 0  # except for the layer whose backward is under way
+            return 0  # only the layer that is computing its backward pass keeps anything
         tokens, model = sequences * self.sequence_length, self.model
         return sum(saved_bytes(plan, tokens, model.intermediate_size, model.gated, self._dtype) for plan in plans)
 
@@ -122,7 +112,7 @@ class StepMemory:
         if self.runtime.recompute:
             each_input = FLOAT32 * tokens * model.hidden_size
             kept, at_work = len(layers) * each_input, max(layers) - each_input
-        # The compiler's backward has one plane in addition to those that forward saved; the kernels' have dh, dz, du.
+        # In addition to saved planes [M, N], backward needs one plane if compiled, and dh, dz and du with kernels.
         planes = 1 if plans[-1] is None else 3
         head = _head(model, tokens, element)
         if self.taught:  # the teacher's last hidden state, and a chunk of its logits
@@ -137,7 +127,7 @@ class StepMemory:
         if self.runtime.compile:
             per_token = 2 * FLOAT32 * width + element * (width + 2 * rotated)
             per_token += element * rotated if model.qk_norm else 0
-        else:  # also keeps both norms' float32 results and the rotation's intermediates
+        else:  # an eager layer also keeps both norms' float32 results and the intermediates of the rotation
             per_token = 4 * FLOAT32 * width + element * (2 * width + 3 * rotated)
             per_token += 2 * FLOAT32 * rotated if model.qk_norm else 0
         matrices = attention_weights(model)
@@ -155,13 +145,13 @@ class StepMemory:
             return element  # h
         if self.activation == Activation.silu:
             return (3 if self.runtime.compile else 4) * element  # z, u and h; eager PyTorch also silu(z)
-        # Compiled: the operator's g and u, and from the compiler h and the mask of nonzeros of g.
+        # If compiled, the operator saves g and u, and the compiler saves h and the mask of g's nonzeros.
         return 3 * element + 1 if self.runtime.compile else 2 * element
 
 
 def _head(model: ModelConfig, tokens: int, element: int) -> int:
-    """Bytes while the head computes: the last hidden state in float32 and in the compute dtype, its gradient, the
-    head's weight in the compute dtype and its gradient, and a chunk's logits and their gradient."""
+    """Bytes while the head computes: the last hidden state in float32 and in the compute dtype, the head's weight in
+    the compute dtype, the logits of one chunk, and the gradients of these three."""
     logits = 2 * min(tokens, CHUNK) * model.vocab_size * element
     hidden = tokens * model.hidden_size * (2 * FLOAT32 + 2 * element)
     return logits + hidden + model.vocab_size * model.hidden_size * (FLOAT32 + element)
@@ -169,7 +159,7 @@ def _head(model: ModelConfig, tokens: int, element: int) -> int:
 
 def _last_layer(model: ModelConfig, tokens: int, planes: int) -> int:
     """Bytes during the last layer's backward: the head's gradient, the float32 gradients of the residual stream and of
-    the block's input, and the feedforward block's, `planes` bytes per token and neuron."""
+    the block's input, and `planes` bytes per token and neuron in the feedforward block."""
     hidden = 2 * FLOAT32 * tokens * model.hidden_size
     return hidden + planes * tokens * model.intermediate_size + FLOAT32 * model.vocab_size * model.hidden_size
 
@@ -178,7 +168,7 @@ class Gpu:
     """The GPU memory that is available to this process's tensors.
 
     In addition to tensors, a process holds its CUDA context, NCCL's buffers and the kernels' code, which torch's
-    allocator does not count. A limit covers everything, so tensors get less.
+    allocator does not count. A limit covers all of them, so tensors get less.
     """
 
     def __init__(self, device: torch.device, limit_gib: float | None) -> None:
@@ -188,22 +178,21 @@ class Gpu:
         self.hold()
 
     def hold(self) -> None:
-        """Limit the allocator so that the process stays within the limit, given its current memory outside of
-        tensors."""
-        share = max(0, self.limit - self._beside()) / self.total if self.limited else 1.0
+        """Limit torch's allocator to what the process's current memory outside of tensors leaves of the limit."""
+        share = max(0, self.limit - self._outside()) / self.total if self.limited else 1.0
         torch.cuda.set_per_process_memory_fraction(share, self.device)
 
     def available(self) -> int:
         """Bytes available to this process's tensors, including existing ones."""
         free, _ = torch.cuda.mem_get_info(self.device)
-        there = free + torch.cuda.memory_reserved(self.device)
-        return min(there, self.limit - self._beside()) if self.limited else there
+        found = free + torch.cuda.memory_reserved(self.device)
+        return min(found, self.limit - self._outside()) if self.limited else found
 
     def peak_of(self, work: Callable[[], None]) -> int | None:
         """Peak bytes of tensors during the second of two calls of `work`; None if memory ran out.
 
-        It also counts as out of memory if the allocator had to release cached blocks, because every step would wait for
-        that. The first call compiles, and may take more.
+        If the allocator had to release cached blocks, memory also counts as run out, because every step would wait for
+        the release. The first call compiles, and may need more memory.
         """
         peak = None
         try:
@@ -215,15 +204,15 @@ class Gpu:
             if self._retries() == before:
                 peak = torch.cuda.max_memory_allocated(self.device)
         except torch.OutOfMemoryError:
-            pass  # this frame keeps the objects of `work` alive, so memory is freed only after it returns
+            pass  # the exception keeps tensors alive, so the caller frees memory after this method returns
         return peak
 
     def _retries(self) -> int:
         return torch.cuda.memory_stats(self.device)["num_alloc_retries"]
 
-    def _beside(self) -> int:
-        """Bytes that this process holds on the GPU outside of tensors: from the driver's list of processes, or, if that
-        does not show this process (in some containers), everything on the GPU except its tensors."""
+    def _outside(self) -> int:
+        """Bytes that this process holds on the GPU outside of tensors, by the driver's list of processes. If that list
+        does not show this process (in some containers), all used memory except this process's tensors."""
         free, total = torch.cuda.mem_get_info(self.device)
         reserved = torch.cuda.memory_reserved(self.device)
         used = _used_by_this_process(self.device)
@@ -242,6 +231,6 @@ def _used_by_this_process(device: torch.device) -> int | None:
 
 
 def give_back() -> None:
-    """Release cached memory of this process to the device."""
+    """Release this process's cached memory to the device; does nothing if CUDA was not used."""
     gc.collect()
-    torch.cuda.empty_cache()  # does nothing if CUDA was not used
+    torch.cuda.empty_cache()

@@ -1,26 +1,16 @@
 """The micro-batch size, in sequences per rank: `runtime.micro_batch_size`, a number, or `auto` for what fits.
 
-A step's gradients are sums over the tokens of the global batch (training/loop.py), so the micro-batch size only changes
-rounding. `auto` considers sizes that divide the rank's share of the global batch:
+docs/TRAINING.md, "Micro-batch size and memory", describes how `auto` chooses a size that divides the rank's share of
+the global batch, grows it once layers are sparse, and halves it when memory runs out. A step's gradients are sums over
+the tokens of the global batch (training/loop.py), so the size only changes rounding.
 
-    the start    The largest size whose estimated memory fits (training/memory.py). Real forward and backward passes
-                 check it, compiled as in training; if they run out of memory on some rank, all ranks use the next
-                 smaller size.
-    growth       Sparse engines save less, so a larger size may fit later. It is used, after real passes, once the same
-                 size has fitted at SETTLED consecutive plan decisions and most layers are sparse. This happens once,
-                 so at most two sizes are compiled. If layers become dense again and it no longer fits, the size of the
-                 start is used until it fits again.
-    out of memory inside a step    One process repeats the step with half the size. Several ranks cannot, because the
-                 others wait in a collective: the half is recorded in the run's folder as the maximum for the next
-                 start.
+All ranks decide alike, from numbers agreed on at the start and from the plans. Only the forward and backward passes
+that check a size wait for the device. They leave no trace: gradients are cleared, random states restored, and counts
+ignored. A run grows once, so at most two sizes are compiled.
 
-All ranks make the same decision, from numbers agreed upon at the start and from plans, which are the same everywhere;
-only the passes that check a size wait for the device. The passes leave no trace: gradients are cleared, random states
-restored, and counts ignored. A checkpoint holds the size, and for how many decisions a larger one has fitted.
-
-A deterministic run uses the estimate alone and never grows. A run with sharded weights, gradients or optimizer state
-also uses the estimate alone, but may grow: real passes would contain collectives, which a rank that runs out of memory
-would never reach. On a CPU, whose memory is not measured, `auto` uses up to CPU_SEQUENCES.
+A deterministic run uses the estimate alone and never grows. A sharded run also uses the estimate alone, but may grow: a
+check would contain collectives, which a rank that runs out of memory would never reach. On a CPU, whose memory is not
+measured, `auto` is at most CPU_SEQUENCES.
 """
 
 import json
@@ -47,10 +37,10 @@ from sparsellm.training.plans import Plans
 AUTO = "auto"
 RECORD = "micro_batch.json"  # in the run's folder, after out of memory with several ranks
 CPU_SEQUENCES = 16  # largest size on a CPU
-MOST_TOKENS = 131_072  # tokens per micro-batch: more was not measured, and gains little
-SETTLED = 4  # plan decisions: 32 steps
-MARGIN = 0.02  # fraction of the estimated memory, for fragmentation
-# Minimum tokens per micro-batch when sharded: 4,096 was measured to be too few for the communication (docs/dev/LOG.md).
+MOST_TOKENS = 131_072  # maximum tokens per micro-batch; larger ones gain little and were not measured
+SETTLED = 4  # plan decisions, which take 32 steps
+MARGIN = 0.02  # fraction of the estimated memory that is reserved for fragmentation
+# Minimum tokens per micro-batch of a sharded run: 4,096 were too few for its communication (docs/dev/LOG.md).
 FEW_TOKENS = 8_192
 LESS = "use runtime.recompute=true or a shorter training.sequence_length"
 
@@ -60,11 +50,11 @@ class MicroBatchError(SparsellmError, RuntimeError):
 
 
 class OutOfMemory(MicroBatchError):
-    """This rank, perhaps alone, ran out of memory inside a step. Others may wait for it in a collective."""
+    """This rank, perhaps alone, ran out of memory inside a step. Other ranks may wait for this rank in a collective."""
 
 
 class Growing(NamedTuple):
-    """A larger size that would fit, and the number of consecutive decisions at which it did."""
+    """A larger size that would fit, and at how many consecutive plan decisions it has fitted."""
 
     size: int
     decisions: int
@@ -85,8 +75,8 @@ class MicroBatch:
     ) -> None:
         """`folder`: the run's folder. `gpu`: None on a CPU. `plans`: None if PyTorch traces the layers.
 
-        `passes(tokens, size)`: forward and backward of tokens [B, T + 1], `size` sequences at a time, without any
-        collective.
+        `passes(tokens, size)`: forward and backward of tokens [B, T + 1], `size` sequences at a time, without
+        collectives.
         """
         self.memory, self.ranks, self.folder, self.gpu, self.plans = memory, ranks, folder, gpu, plans
         self.passes, self.drop_gradients, self.share = passes, drop_gradients, memory.share
@@ -94,18 +84,15 @@ class MicroBatch:
         self.auto = given == AUTO
         self.size = self.share if isinstance(given, str) else min(given, self.share)
         self.first = self.size  # size of the start, which fits even if all layers are dense
-        self.grown: int | None = None
+        self.grown: int | None = None  # the larger size, once the run has grown
         self.growing = Growing(self.size, 0)
-        self.most: int | None = None  # largest allowed size, after a larger one ran out of memory
-        # Bytes, minimum over ranks.
-        self.limit: int | None = None  # of the GPU, available to the process
-        self.capacity: int | None = None  # limit for a step's estimate (`_needed`); None: the size does not grow
+        self.most: int | None = None  # maximum size, after a larger size ran out of memory
+        self.limit: int | None = None  # bytes of the GPU that the process may use, minimum over ranks
+        self.capacity: int | None = None  # bytes that `_needed` must not exceed; None: the size does not grow
         self.peak: int | None = None  # bytes, measured at the start
-        self.tried: set[int] = set()  # sizes already compiled
-        self.restored = False
-        self.beside = 0  # bytes that the process holds in addition to the model that it trains: a teacher's
-
-    # The start.
+        self.tried: set[int] = set()  # sizes that are compiled
+        self.restored = False  # whether the size comes from a checkpoint
+        self.teacher_bytes = 0  # memory of a teacher, in addition to that of the trained model
 
     def choose(self) -> None:
         """Choose the size of a run that starts or resumes. Collective. Raises MicroBatchError if none fits."""
@@ -117,54 +104,52 @@ class MicroBatch:
                 self._take_first(max(size for size in self._sizes() if size <= CPU_SEQUENCES))
             return
         limit = min(gather(self.gpu.limit))
-        if limit != self.limit:  # a different GPU, or another limit, than at the checkpoint
+        if limit != self.limit:  # the checkpoint was written with another GPU or another limit
             self.limit, self.capacity, self.restored = limit, None, False
         if self.memory.runtime.deterministic:
             if not self.restored:
                 self._take_first(self._largest(limit - UNMEASURED, self._sizes()))
             return
-        self._use_all_libraries()
+        if self.ranks.world_size > 1:  # NCCL allocates its buffers on first use: before memory is measured
+            count = self.memory.runtime.ddp_bucket_mb * 2**20 // FLOAT32
+            dist.all_reduce(torch.zeros(count, device=self.ranks.device))
         available = min(gather(self.gpu.available()))
         size = self.size if self.restored else self._largest(available, self._sizes())
-        # Bytes of the measured peak that the estimate misses; assumed to be the same at any size.
-        left_out = 0
+        left_out = 0  # bytes of the measured peak that the estimate misses; assumed to be the same at any size
         if self.memory.sharing == UNSHARED:
             size = self._check(size)
             assert self.peak is not None
             left_out = self.peak - self._needed(size)
-            self.gpu.hold()  # again: the kernels' code that the passes have loaded counts towards the limit
+            self.gpu.hold()  # again, because the passes have loaded kernels, whose code counts towards the limit
         if not self.restored:
             self._take_first(size)
             self._advise(available)
         if self.capacity is None:
             self.capacity = min(gather(self.gpu.available() - left_out))
 
-    def _use_all_libraries(self) -> None:
-        """Let NCCL allocate its buffers, which happens on first use, before memory is measured."""
-        if self.ranks.world_size > 1:
-            count = self.memory.runtime.ddp_bucket_mb * 2**20 // FLOAT32
-            dist.all_reduce(torch.zeros(count, device=self.ranks.device))
-
     def _check(self, size: int) -> int:
-        """`size`, or the largest smaller size with which real passes fit on all ranks."""
-        sizes = self._sizes()
+        """`size`, or the largest smaller size with which passes over random tokens fit on all ranks."""
+        assert self.gpu is not None
         while True:
-            self.peak = self._peak(size, self._random_tokens(size))
+            # Up to two micro-batches, because memory peaks when the second adds to the gradients of the first.
+            shape = min(2 * size, self.share), self.memory.sequence_length + 1
+            generator = torch.Generator().manual_seed(0)
+            self.peak = self._peak(size, torch.randint(self.memory.model.vocab_size, shape, generator=generator))
             if None not in gather(self.peak):
                 return size
-            smaller = [other for other in sizes if other < size]
+            smaller = [other for other in self._sizes() if other < size]
             if not smaller:
-                raise MicroBatchError(self._nothing_fits())
+                raise MicroBatchError(
+                    f"not one sequence fits: training needs {self._needed(1) / GIB:,.1f} GiB with micro-batch 1, and"
+                    f" this GPU has {self.gpu.available() / GIB:,.1f} GiB for it: {LESS}"
+                )
             self.ranks.say(f"sparsellm: micro-batch {size} ran out of memory; trying {smaller[-1]}")
             torch._dynamo.reset()  # graphs of many sizes would exceed dynamo's limit
             size, self.restored, self.capacity = smaller[-1], False, None
 
     def _advise(self, available: int) -> None:
-        """Suggest recomputation if a sharded run has room for only few tokens per micro-batch.
-
-        Each micro-batch of a sharded model communicates gradients, and with `full` also weights, however few tokens it
-        has.
-        """
+        """Suggest recomputation if a sharded run has memory for only few tokens per micro-batch, because each of its
+        micro-batches communicates gradients (and weights, with `full`), however few tokens it has."""
         runtime, tokens = self.memory.runtime, self.size * self.memory.sequence_length
         if self.memory.sharing == UNSHARED or runtime.recompute or tokens >= FEW_TOKENS:
             return
@@ -193,21 +178,24 @@ class MicroBatch:
     def _plans(self) -> Sequence[Plan | None]:
         return [None] * self.memory.model.num_layers if self.plans is None else self.plans.plans
 
+    def ffn_saved_bytes(self) -> int | None:
+        """Bytes that the feedforward layers save with the current size and plans, as in StepMemory."""
+        return self.memory.ffn_saved_bytes(self.size, self._plans())
+
     def usage(self, size: int, memory: StepMemory | None = None) -> Usage:
-        """The estimated memory of a step with micro-batches of `size` and the current plans. memory: default is the
-        run's."""
+        """The estimated memory of a step with micro-batches of `size` and the current plans."""
         return (memory or self.memory).usage(size, self._plans())
 
     def _needed(self, size: int, memory: StepMemory | None = None) -> int:
-        return self.usage(size, memory).total + self.beside
+        return self.usage(size, memory).total + self.teacher_bytes
 
     def _largest(self, available: int, sizes: list[int], memory: StepMemory | None = None) -> int:
-        """The largest of `sizes` whose estimate fits; the smallest if none does. memory: default is the run's."""
+        """The largest of `sizes` whose estimate is at most `available` bytes; the smallest size if none is."""
         fitting = [size for size in sizes if self._needed(size, memory) * (1 + MARGIN) <= available]
         return max(fitting, default=sizes[0])
 
     def _peak(self, size: int, tokens: Tensor) -> int | None:
-        """Peak bytes of a step's passes over `tokens` with micro-batches of `size`; None: out of memory."""
+        """Peak bytes of a step's passes over `tokens` with micro-batches of `size`; None if memory ran out."""
         assert self.gpu is not None
 
         def passes() -> None:
@@ -222,25 +210,8 @@ class MicroBatch:
         give_back()
         return peak
 
-    def _random_tokens(self, size: int) -> Tensor:
-        """Two micro-batches, because memory peaks when the second adds to the gradients of the first; one if a step has
-        only one."""
-        generator = torch.Generator().manual_seed(0)
-        shape = min(2 * size, self.share), self.memory.sequence_length + 1
-        return torch.randint(self.memory.model.vocab_size, shape, generator=generator)
-
-    def _nothing_fits(self) -> str:
-        assert self.gpu is not None
-        needed = self._needed(1) / GIB
-        return (
-            f"not one sequence fits: training needs {needed:,.1f} GiB with micro-batch 1, and this GPU has"
-            f" {self.gpu.available() / GIB:,.1f} GiB for it: {LESS}"
-        )
-
-    # Growth.
-
     def decided(self, step: int, tokens: Tensor) -> None:
-        """Grow or shrink, depending on the plans that were just decided; the same on all ranks, at the same steps.
+        """Grow or shrink the size, depending on the plans that were just decided. All ranks do so at the same steps.
 
         `tokens`: this rank's tokens of the upcoming `step`, [B, T + 1].
         """
@@ -262,7 +233,7 @@ class MicroBatch:
             self._grow(step, size, tokens)
 
     def _grow(self, step: int, size: int, tokens: Tensor) -> None:
-        give_back()  # cached blocks of the current size would fragment memory
+        give_back()  # otherwise the cached blocks of the current size would fragment memory
         said = f"sparsellm: step {step:,}: "
         if self.memory.sharing == UNSHARED and None in gather(self._peak(size, tokens[: 2 * size])):
             self.most = self.size
@@ -272,16 +243,13 @@ class MicroBatch:
         self.grown = size
         self._take(size)
 
-    # Out of memory.
-
     def run(self, step: int, accumulate: Callable[[int], StepSums]) -> StepSums:
-        """Run `accumulate(size)` for `step`; with one process, retry with half the size if memory runs out. Raises
-        OutOfMemory."""
+        """Run `accumulate(size)` for `step`. If memory runs out, retry with half the size, or raise OutOfMemory."""
         while True:
             try:
                 return accumulate(self.size)
             except torch.OutOfMemoryError:
-                pass  # memory is freed after this block, because the exception's frames hold tensors
+                pass  # free memory after this block, because the exception's frames hold tensors
             self.drop_gradients()
             give_back()
             self._halve(f"step {step:,}: out of memory with micro-batch {self.size}")
@@ -296,10 +264,9 @@ class MicroBatch:
         if not smaller:
             raise OutOfMemory(f"{what}: {LESS}")
         if self.ranks.world_size > 1:
-            record = {"most": smaller[-1], "because": f"rank {self.ranks.rank}, {what}"}
-            path = self.folder / RECORD
+            path, because = self.folder / RECORD, f"rank {self.ranks.rank}, {what}"
             try:
-                write_whole(path, json.dumps(record).encode())
+                write_whole(path, json.dumps({"most": smaller[-1], "because": because}).encode())
             except OSError as error:
                 raise OutOfMemory(
                     f"{what}. {path}, which limits the next start to {smaller[-1]}, cannot be written"
@@ -310,7 +277,7 @@ class MicroBatch:
                 f" newest checkpoint with micro-batch {smaller[-1]}"
             )
         self.most = smaller[-1]
-        torch._dynamo.reset()  # as in `_check`; validation uses the new size too
+        torch._dynamo.reset()  # graphs of many sizes would exceed dynamo's limit
         self._take_first(smaller[-1])
         warn(f"{what}: repeating the step with {self.size}")
 
@@ -335,13 +302,11 @@ class MicroBatch:
         if most is None:
             return
         self.most = min(most, self.most or most)
-        if max(self.size, self.grown or 0) > self.most:  # it may have shrunk, and would grow back
+        if max(self.size, self.grown or 0) > self.most:  # also if the run has shrunk, because it would grow again
             self.restored = False
 
-    # State and output.
-
     def state(self) -> dict[str, Any] | None:
-        """The state that later steps depend on, JSON-serializable; None if the size was given."""
+        """The state that later steps depend on, JSON-serializable. None unless the size is `auto`."""
         if not self.auto:
             return None
         return {
@@ -350,7 +315,7 @@ class MicroBatch:
         }  # fmt: skip
 
     def restore(self, state: dict[str, Any] | None) -> None:
-        """Restore `state`, unless the size is given or the number of sequences per rank has changed."""
+        """Restore what `state` returned, if the size is `auto` and each rank has as many sequences as before."""
         if not self.auto or state is None or state["share"] != self.share:
             return
         self.first, self.grown, self.most = state["first"], state["grown"], state["most"]
@@ -360,18 +325,18 @@ class MicroBatch:
         self._take(state["size"])
 
     def __str__(self) -> str:
-        """The size and the memory by use, in GiB; estimated if no passes were measured."""
+        """The size, and the memory by use in GiB, which is an estimate unless passes were measured."""
         said = f"{self.size} of {self.share} sequences"
         if self.gpu is None:
             return said
         found, peak, available = self.usage(self.size), self.peak, self.gpu.available()
-        total = found.total + self.beside if peak is None else peak
+        total = found.total + self.teacher_bytes if peak is None else peak
         parts = {
             "weights": found.weights, "optimizer": found.optimizer, "gradients": found.gradients,
-            "buckets": found.buckets, "activations": found.activations + total - found.total - self.beside,
+            "buckets": found.buckets, "activations": found.activations + total - found.total - self.teacher_bytes,
         }  # fmt: skip
-        if self.beside:
-            parts["teacher"] = self.beside
+        if self.teacher_bytes:
+            parts["teacher"] = self.teacher_bytes
         said += ": " + ", ".join(f"{name} {size / GIB:,.1f}" for name, size in parts.items())
         left = (available - total) / GIB
         said += f" GiB; {'estimated ' * (peak is None)}peak {total / GIB:,.1f} GiB of {available / GIB:,.1f} GiB"

@@ -1,9 +1,8 @@
 """AdamW with the recipe's settings (DESIGN §3), which skips steps with a non-finite gradient.
 
-For a sharded model, each rank updates its own shards (DTensors of fully_shard).
-
-Everything stays on the device: clipping and skipping are factors that the fused kernel reads, so there is no
-synchronization. A skipped step leaves weights, moments and Adam's step count unchanged; the schedule advances.
+Clipping and skipping do not synchronize with the device: the fused kernel reads both from tensors. A skipped step
+leaves weights, moments and Adam's step count unchanged; the learning rate schedule advances. In a sharded model, each
+rank updates its own shards.
 """
 
 import math
@@ -18,8 +17,7 @@ from sparsellm.training.sharding import shard_of
 
 
 def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
-    """The learning rate of step 1..steps: linear warm-up from 0 to the peak, then down to the final fraction, by a
-    cosine over all steps, or constant until the decay and linear from there (wsd)."""
+    """The learning rate of `step`, 1 to `steps`: linear warm-up, then a cosine, or constant with a linear end (wsd)."""
     if step <= config.warmup_steps:
         return config.learning_rate * step / config.warmup_steps
     if config.schedule == Schedule.wsd:
@@ -32,9 +30,9 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
 
 
 class Optimizer:
-    """Fused AdamW over a model's parameters, with weight decay on matrices (the embedding included) only.
+    """Fused AdamW over a model's parameters, with weight decay only on matrices, which include the embedding.
 
-    Moments are float32 like the weights, and exist from the start, so checkpoints have the same tensors at every step.
+    Moments are float32 and exist before the first step, so checkpoints have the same tensors at every step.
     """
 
     def __init__(self, model: nn.Module, config: OptimizerConfig) -> None:
@@ -44,10 +42,7 @@ class Optimizer:
         matrices = [p for p in self.parameters.values() if p.dim() >= 2]
         vectors = [p for p in self.parameters.values() if p.dim() < 2]
         self.adamw = torch.optim.AdamW(
-            [
-                {"params": matrices, "weight_decay": config.weight_decay},
-                {"params": vectors, "weight_decay": 0.0},
-            ],
+            [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
             lr=config.learning_rate,
             betas=(config.beta1, config.beta2),
             eps=config.eps,
@@ -63,14 +58,12 @@ class Optimizer:
         self.skipped_in_row = torch.zeros((), dtype=torch.int64, device=device)
 
     def step(self, rate: float) -> Tensor:
-        """Clip, update unless the gradient is not finite, and clear the gradients. Returns the norm before clipping.
-
-        The norm is 0-d float32 on the device; it is the same on all ranks once gradients have been reduced.
-        """
+        """Clip the gradients, update the weights if all gradients are finite, and clear the gradients. Returns the norm
+        before clipping: 0-d float32 on the device, the same on all ranks if gradients were reduced."""
         norm = whole(nn.utils.get_total_norm(cast(list[Tensor], [p.grad for p in self.parameters.values()])))
         not_finite = ~norm.isfinite()
         # The fused kernel divides gradients by grad_scale and does nothing where found_inf is 1.
-        adamw: Any = self.adamw  # its type declares neither attribute
+        adamw: Any = self.adamw  # AdamW's type declares neither attribute
         adamw.grad_scale = (norm / self.config.grad_clip).clamp(min=1)
         adamw.found_inf = not_finite.to(torch.float32)
         for group in self.adamw.param_groups:
@@ -82,17 +75,16 @@ class Optimizer:
         return norm
 
     def drop_gradients(self) -> None:
-        """Clear the accumulated gradients."""
         self.adamw.zero_grad(set_to_none=True)
 
     def forget(self, parameter: Tensor, rows: Tensor) -> None:
-        """Zero the moments of `rows` (bool [R], on the device) of a parameter [R, C], but not its step count."""
+        """Zero the moments of `rows` (bool [R], on the device) of a parameter [R, C]. Adam's step count stays."""
         for moment in ("exp_avg", "exp_avg_sq"):
             tensor = self.adamw.state[parameter][moment]
             tensor.masked_fill_(shard_of(rows[:, None], tensor), 0)
 
     def state(self) -> dict[str, Tensor]:
-        """All tensors that the next step depends on, by name; load a state by writing into them."""
+        """All tensors that the next step depends on, by name. Writing into these tensors restores a state."""
         moments = {
             f"{name}.{key}": tensor
             for name, p in self.parameters.items()

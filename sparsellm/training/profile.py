@@ -1,13 +1,12 @@
 """Traces a few steps with torch.profiler, in Chrome's format, one file per rank, in the run's folder.
 
-Open a trace with https://ui.perfetto.dev or chrome://tracing. It shows host and GPU work, with each step named. Other
-steps have no overhead; traced steps are slower, which shows in metrics.jsonl.
+Open a trace with https://ui.perfetto.dev or chrome://tracing. It shows host and GPU work, with each step named. Traced
+steps are slower, which metrics.jsonl shows; all other steps have no overhead.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch.profiler import ProfilerActivity, record_function
@@ -20,12 +19,7 @@ PROFILE = "profile"  # in the run's folder
 
 
 class Profile:
-    """Traces steps first to last of `steps` = [first, last], inclusive, or none if []; after a resume, the remaining
-    ones.
-
-    A context around a run. Leaving it early, when the run is asked to stop, writes the steps so far; an exception
-    writes nothing.
-    """
+    """Traces the steps from the first to the last of `steps`, or none if []. A resumed run traces those that remain."""
 
     def __init__(self, steps: list[int], folder: Path, ranks: Ranks) -> None:
         self.steps, self.folder, self.ranks = range(steps[0], steps[1] + 1) if steps else range(0), folder, ranks
@@ -38,37 +32,26 @@ class Profile:
             yield
             return
         if self._profiler is None:
-            self._begin(step)
+            self._first = step
+            self._wait()
+            gpu = [ProfilerActivity.CUDA] if self.ranks.device.type == "cuda" else []
+            self._profiler = profiler(activities=[ProfilerActivity.CPU, *gpu])
+            self._profiler.start()
         with record_function(f"step {step}"):
             yield
         self._done = step
         if step == self.steps[-1]:
-            self._write()
-
-    def __enter__(self) -> "Profile":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if self._profiler is not None and kind is None:
-            self._write()
-
-    def _begin(self, step: int) -> None:
-        self._first = step
-        self._wait()
-        self._profiler = profiler(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self._on_gpu)
-        self._profiler.start()
-
-    @property
-    def _on_gpu(self) -> bool:
-        return self.ranks.device.type == "cuda"
+            self.write()
 
     def _wait(self) -> None:
         """Synchronize, so that a trace has all kernels of its steps and no others."""
-        if self._on_gpu:
+        if self.ranks.device.type == "cuda":
             torch.cuda.synchronize(self.ranks.device)
 
-    def _write(self) -> None:
-        assert self._profiler is not None
+    def write(self) -> None:
+        """Write the steps traced so far, if any. Called too by a run that stops before the last step to trace."""
+        if self._profiler is None:
+            return
         self._wait()
         self._profiler.stop()
         trace, self._profiler = self._profiler, None
@@ -76,7 +59,7 @@ class Profile:
         partial = path.with_name(f"partial-{path.name}")  # the suffix decides the format
         try:
             path.parent.mkdir(exist_ok=True)
-            partial.unlink(missing_ok=True)  # otherwise a link in its place would be followed
+            partial.unlink(missing_ok=True)  # otherwise the profiler would follow a link of this name
             trace.export_chrome_trace(str(partial))
             partial.replace(path)
         except OSError as error:

@@ -1,7 +1,4 @@
-"""Progress of a run: one line per logged step, in the same format in a log file and on a terminal.
-
-On a terminal the lines scroll above one live bar.
-"""
+"""Progress of a run: one line per logged step, and on a terminal a progress bar below these lines."""
 
 import sys
 import time
@@ -13,16 +10,16 @@ from tqdm import tqdm
 from sparsellm.runs.metrics import StepClock
 from sparsellm.system.console import say
 
-FIRST = 3  # steps used for the first estimate, after the process's first step, which may compile
+FIRST = 3  # steps that are timed for the first estimate, after the process's first step, which may compile
 BAR = "{desc}  {percentage:3.0f}% {bar} {postfix[0]}"
 
 
 class Progress:
-    """Shows progress on stderr for the steps after `first` up to `steps`, of `tokens_per_step` tokens each."""
+    """Shows the progress on stderr of a run that has done `first` of its `steps` steps."""
 
     def __init__(self, name: str, first: int, steps: int, tokens_per_step: int) -> None:
         self.steps, self.tokens_per_step = steps, tokens_per_step
-        self.early: list[StepClock] | None = []  # clocks of the first steps; None once the estimate was made
+        self.early: list[StepClock] | None = []  # clocks of the first steps; None after the first estimate
         self.pace = Pace()
         self.bar = None
         if sys.stderr.isatty():
@@ -32,25 +29,22 @@ class Progress:
             )  # fmt: skip
 
     def step(self, step: int, clock: StepClock) -> None:
-        """`step` is running or done. Waits once, for the previous step, to estimate how long the run will take."""
+        """Show that `step` is running or done. Waits once, for the previous step, to estimate the remaining time."""
         if self.early is not None:
             self.early.append(clock)
             if len(self.early) == FIRST + 2:
-                self._forecast(self.early[1:-1], step - 1)
+                seconds = median(clock.seconds() for clock in self.early[1:-1])
+                self.early, remaining = None, self.steps - step + 1
+                self.pace.seconds_per_step = self.pace.seconds_per_step or seconds
+                if remaining > 0:
+                    say(f"about {duration(seconds * remaining)} left, {self.tokens_per_step / seconds:,.0f} tokens/s")
         if self.bar is not None:
             left = self.pace.left(self.steps - step)
             self.bar.postfix[0] = f"step {step:,}/{self.steps:,}" + ("" if left is None else f"  {duration(left)} left")
             self.bar.update()
 
-    def _forecast(self, clocks: list[StepClock], done: int) -> None:
-        seconds = median(clock.seconds() for clock in clocks)
-        self.early = None
-        self.pace.seconds_per_step = self.pace.seconds_per_step or seconds
-        if done < self.steps:
-            say(f"about {duration(seconds * (self.steps - done))} left, {self.tokens_per_step / seconds:,.0f} tokens/s")
-
     def row(self, row: dict[str, Any]) -> None:
-        """Show a logged step, and scores on a separate line."""
+        """Show the row of a logged step, and its scores on a separate line."""
         self.pace.mark(row["step"], time.monotonic())
         say(line(row, self.steps, self.pace.left(self.steps - row["step"])))
         if row["evaluation"] is not None:
@@ -63,14 +57,14 @@ class Progress:
 
 
 class Pace:
-    """Estimates the time per step, including everything between steps, from the later half of the marks."""
+    """Estimates the time per step, including all work between steps, from the later half of the marked steps."""
 
     def __init__(self) -> None:
         self.marks: list[tuple[int, float]] = []
         self.seconds_per_step: float | None = None
 
     def mark(self, step: int, now: float) -> None:
-        """Mark that `step` was done at time `now`, in seconds."""
+        """Note that `step` was done at time `now`, in seconds."""
         self.marks.append((step, now))
         begun, then = self.marks[(len(self.marks) - 1) // 2]
         if step > begun:
@@ -82,7 +76,7 @@ class Pace:
 
 
 def line(row: dict[str, Any], steps: int, left: float | None) -> str:
-    """The line of a logged step, in columns; the held-out loss, which few rows have, comes last."""
+    """The line of a logged step, in columns. The held-out loss comes last, because few rows have one."""
     words = [_step(row, steps), f"loss {_nats(row['loss'])}"]
     if row["l1"] is not None:
         words += [f"ce {_nats(row['ce'])}", f"nonzeros {row['nnz_mean']:7,.1f}"]
@@ -94,7 +88,7 @@ def line(row: dict[str, Any], steps: int, left: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """45 s, 3 min 20 s, 12 min, 1 h 20 min, 3 d 4 h."""
+    """Formats `seconds` as 45 s, 3 min 20 s, 12 min, 1 h 20 min or 3 d 4 h."""
     seconds = max(0, round(seconds))
     if seconds < 60:
         return f"{seconds} s"

@@ -1,9 +1,8 @@
-"""Anneals the gate from SiLU to ReLU during training (sparsity.relu_tokens).
+"""Anneals the gate from SiLU to ReLU during training (sparsity.relu_tokens, DESIGN §2).
 
-Over relu_tokens tokens the gate is (1 - a) silu(z) + a relu(z), with a linear from 0 to 1; PyTorch computes these
-layers (sparsellm.ops.mixed). Once a is 1, the layers are ordinary ReLU layers, on the kernels if available. a depends
-only on the number of tokens, so a resume gets the same value, and it is data on the device, so a new value recompiles
-nothing. The switch to pure ReLU recompiles the layers once.
+Over relu_tokens tokens the gate is (1 - a) silu(z) + a relu(z), with a linear from 0 to 1, and PyTorch computes the
+layers (sparsellm.ops.mixed). Once a is 1, the layers are ordinary ReLU layers, on the kernels if available. a is a
+tensor on the device, so a new value recompiles nothing; the switch to pure ReLU recompiles the layers once.
 """
 
 from typing import Any
@@ -11,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsellm.config import SparsityConfig
-from sparsellm.config.schema import relu_share
+from sparsellm.config import SparsityConfig, relu_share
 from sparsellm.model import Decoder
 from sparsellm.ops import FeedForwardOutput
 from sparsellm.ops.mixed import mixed_feedforward
@@ -20,8 +18,7 @@ from sparsellm.training.plans import Plans
 
 
 class MixedFeedForward(nn.Module):
-    """A gated block on the mixed operator, sharing the modules and parameters of `block`. x [B, T, K] -> y [B, T, K]
-    and the operator's statistics."""
+    """A gated block with a mixed gate and the parameters of `block`. x [B, T, K] -> y [B, T, K] and statistics."""
 
     mix: Tensor
 
@@ -39,10 +36,12 @@ class MixedFeedForward(nn.Module):
 
 
 class ReluAnnealing:
-    """Sets the mix of SiLU and ReLU in a decoder's blocks for each step."""
+    """Sets the mix of SiLU and ReLU in a decoder's blocks for each step.
+
+    Accelerate and shard `decoder` before. `plans`: the plans of the decoder's layers.
+    """
 
     def __init__(self, config: SparsityConfig, decoder: Decoder, plans: Plans | None, device: torch.device) -> None:
-        """`decoder`: on its device, and already accelerated and sharded if it will be. `plans`: of its layers."""
         self.config, self.decoder, self.plans = config, decoder, plans
         self.mix = torch.zeros((), device=device)  # a, shared by all layers
         self.share = 0.0
@@ -50,7 +49,7 @@ class ReluAnnealing:
         self._take([MixedFeedForward(block, self.mix) for block in self.blocks])
 
     def at(self, tokens: int) -> None:
-        """Set the mix of the step that ends at `tokens`. Does not synchronize."""
+        """Set the mix for the step that ends after `tokens` tokens. Does not synchronize."""
         before, self.share = self.share, relu_share(tokens, self.config)
         if self.share < 1:
             self.mix.fill_(self.share)

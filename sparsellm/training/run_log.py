@@ -16,11 +16,11 @@ class RunLog:
 
     def __init__(self, rows: Rows, metrics: MetricsFile, wandb: WandbRun, progress: Progress) -> None:
         self.rows, self.metrics, self.wandb, self.progress = rows, metrics, wandb, progress
-        self._warned_of: str | None = None  # the last failure of a save
+        self._warned_of: str | None = None  # the last failed save that a warning has reported
 
     def write(self, row: dict[str, Any], give_back: Callable[[], None]) -> None:
         """Write a row. On a full disk, `give_back()` frees the space of a failed save; if that is not enough, the row
-        stays in memory. All rows must be on disk before the next save (`unwritten`)."""
+        stays in memory. `unwritten` requires all rows on disk before the next save."""
         try:
             try:
                 self.metrics.write(row)
@@ -37,7 +37,7 @@ class RunLog:
         self.progress.row(row)
 
     def unwritten(self, step: int) -> str | None:
-        """Sync the rows to disk. Returns the error that ends the run at `step` if that fails."""
+        """Sync all rows to disk. If that fails, returns the error that ends the run at `step`."""
         path = self.metrics.path
         try:
             self.metrics.sync()
@@ -50,7 +50,7 @@ class RunLog:
         return None
 
     def gone(self, step: int) -> str | None:
-        """The error that ends the run at `step` if its file was removed, so that rows are lost; None otherwise."""
+        """The error that ends the run at `step` if metrics.jsonl was removed or replaced, which loses its rows."""
         if not self.metrics.is_gone():
             return None
         return (
@@ -60,7 +60,7 @@ class RunLog:
         )
 
     def failed_save(self, failure: str | None) -> None:
-        """Warn once per failed save, as soon as it is known. `failure`: None if there is none."""
+        """Warn once per failed save. `failure`: the error of the last save, None if the save has not failed."""
         if failure not in (None, self._warned_of):
             self._warned_of = failure
             warn(f"{failure}\nTraining continues, and saves again at the next checkpoint")

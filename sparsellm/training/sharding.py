@@ -1,21 +1,9 @@
 """One model on several ranks: replicated (DistributedDataParallel) or sharded (FSDP2, `fully_shard`).
 
-    none         Each rank has all weights, gradients and moments. Gradients are averaged once per step.
-    optimizer    Each of S sharing ranks has 1/S of weights, gradients and moments. Weights are gathered once per step,
-                 and kept until its last backward. Gradients are reduce-scattered in each micro-batch.
-    full         The same, but a layer's weights are gathered for its forward, freed, and gathered again for its
-                 backward.
-
-Matrices are sharded by rows (dimension 0; the last shard may be smaller), and each layer is gathered and reduced
-separately. Embedding, head and last norm stay gathered from forward to backward, even with `full`.
-
-The ranks of one node share: with several nodes each node has a whole sharded model, and gradient shards are averaged
-between nodes once per step. If every node has one rank, all ranks share.
-
-Gathered weights are float32, and autocast or the kernels' operator casts them as without sharding. The kernels' weight
-gradients and the reduced sums are float32 too: nothing is rounded to bfloat16 that would not be with
-runtime.shard=none. The order of sums over ranks and micro-batches differs, so losses equal those of DDP up to float32
-rounding.
+docs/TRAINING.md, "Shard a model across GPUs", describes the values of runtime.shard, several nodes, and why losses
+equal those of `none` up to float32 rounding. Matrices are sharded by rows (dimension 0; the last shard may be smaller),
+and each layer is gathered and reduced separately. Embedding, head and last norm stay gathered from forward to backward,
+even with `full`.
 """
 
 import os
@@ -26,6 +14,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -34,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sparsellm.config import (
     Activation,
     ConfigError,
+    DdpCompress,
     ModelConfig,
     RuntimeConfig,
     Shard,
@@ -44,18 +34,15 @@ from sparsellm.config import (
 from sparsellm.distributed.groups import Ranks, gather
 from sparsellm.model import Decoder
 from sparsellm.model.decoder import initialize
-from sparsellm.training import communication
 from sparsellm.training.memory import UNSHARED, Sharing
 
 
 def decoder(model: ModelConfig, activation: Activation, runtime: RuntimeConfig, ranks: Ranks) -> Decoder:
-    """The decoder of a run before its first step, on this rank's device; on "meta" if it will be sharded by
-    `distributed`."""
-    shard = runtime.shard
-    in_shards = shard != Shard.none and ranks.world_size > 1
-    if shard != Shard.none and not in_shards:
-        ranks.say(f"runtime.shard={shard.name} has no effect with one rank")
-    with torch.device("meta") if in_shards else ranks.device:
+    """The decoder of a run before its first step: on this rank's device, or on "meta" for `distributed` to shard."""
+    sharded = runtime.shard != Shard.none
+    if sharded and ranks.world_size == 1:
+        ranks.say(f"runtime.shard={runtime.shard.name} has no effect with one rank")
+    with torch.device("meta") if sharded and ranks.world_size > 1 else ranks.device:
         return Decoder(model, activation, runtime.recompute)
 
 
@@ -64,24 +51,24 @@ def distributed(
 ) -> Decoder | DistributedDataParallel:
     """The module that a step calls: `model` wrapped in DDP, sharded, or unchanged with one rank. Collective.
 
-    `model` comes from `decoder`, already accelerated and compiled if it will be. Sharded weights are initialized here,
-    one whole matrix at a time, bit-identical to those of an unsharded model. Raises ConfigError on all ranks if
+    `model` comes from `decoder`; accelerate and compile it before this call. Sharded weights are initialized here, one
+    whole matrix at a time, and are bit-identical to those of an unsharded model. Raises ConfigError on all ranks if
     sharding is requested and nodes have different numbers of ranks.
     """
     device = ranks.device
     if ranks.world_size == 1:
         return model
     if runtime.shard == Shard.none:
-        torch._dynamo.config.optimize_ddp = False  # layers are compiled separately, so there is nothing to split
+        torch._dynamo.config.optimize_ddp = False  # it splits graphs for DDP, but layers are compiled separately anyway
         with warnings.catch_warnings():
-            # torch 2.13 warns on each rank, and earlier versions lack the replacement.
+            # torch 2.13 warns on each rank, and earlier versions have no replacement for broadcast_buffers.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             copies = DistributedDataParallel(
                 model, device_ids=[device.index] if device.type == "cuda" else None,
                 gradient_as_bucket_view=True, bucket_cap_mb=runtime.ddp_bucket_mb,
-                broadcast_buffers=False,  # the only buffers are constant handles of accelerated blocks
+                broadcast_buffers=False,  # the only buffers are the constant handles of accelerated blocks
             )  # fmt: skip
-        communication.arrange(copies, runtime)
+        arrange(copies, runtime)
         return copies
     mesh = _mesh(ranks)
     for layer in model.layers:
@@ -97,15 +84,27 @@ def distributed(
     return model
 
 
+def arrange(model: DistributedDataParallel, runtime: RuntimeConfig) -> None:
+    """Configure the dtype and the buckets of DDP's gradient reduction. Collective, before the first step."""
+    if runtime.ddp_compress == DdpCompress.bf16:
+        model.register_comm_hook(None, bf16_compress_hook)
+    if runtime.deterministic:
+        # DDP rebuilds its buckets after a process's first step. With three ranks or more, the order of summation
+        # depends on a gradient's position in its bucket, so the first step of a resumed run would be rounded
+        # differently. Buckets that are rebuilt now, in parameter order, are not rebuilt again.
+        model.reducer._push_all_rebuilt_params()
+        model.reducer._rebuild_buckets()
+
+
 def sharing(model: ModelConfig, shard: Shard, ranks: Ranks) -> Sharing:
-    """The number of ranks that share each kind of state, and the temporarily gathered elements. Collective."""
+    """How many ranks share one model, and how many elements a rank gathers temporarily. Collective."""
     if shard == Shard.none or ranks.world_size == 1:
         return UNSHARED
     over = ranks_that_share(ranks.world_size, _ranks_of_a_node(ranks))
     # Weights and unreduced gradients of two layers (one computing, one prefetched), embedding and head.
     at_work = 2 * (parameters(model) - parameters(replace(model, num_layers=0))) // model.num_layers
     at_work += embedding_weights(model)
-    return Sharing(over, over, over, at_work + (parameters(model) if shard == Shard.optimizer else at_work))
+    return Sharing(over, at_work + (parameters(model) if shard == Shard.optimizer else at_work))
 
 
 def _mesh(ranks: Ranks) -> DeviceMesh:
@@ -123,20 +122,16 @@ def _ranks_of_a_node(ranks: Ranks) -> int:
     sizes = gather(int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size)))
     if len(set(sizes)) > 1:
         raise ConfigError([
-            f"runtime.shard: nodes have {' and '.join(map(str, sorted(set(sizes))))} ranks, but sharding needs the"
-            f" same number"
-            f" on" " each: start torchrun with the same --nproc_per_node everywhere, or use runtime.shard=none"
+            f"runtime.shard: nodes have {' and '.join(map(str, sorted(set(sizes))))} ranks, but sharding needs the same"
+            " number on each: start torchrun with the same --nproc_per_node everywhere, or use runtime.shard=none"
         ])  # fmt: skip
     return sizes[0]
 
 
 def _draw_what_constructors_draw(model: Decoder, device: torch.device) -> None:
-    """Advance the generator of `device` to its state after constructing a whole decoder there.
-
-    torch's modules draw initial weights, which the decoder then overwrites.
-    """
+    """Draw what constructing an unsharded decoder on `device` draws, so that the next random numbers are the same."""
     with device:
-        for module in model.modules():  # in the order of construction
+        for module in model.modules():  # modules() has the order of construction
             if isinstance(module, nn.Embedding):
                 nn.Embedding(module.num_embeddings, module.embedding_dim)
             elif isinstance(module, nn.Linear):
@@ -146,9 +141,8 @@ def _draw_what_constructors_draw(model: Decoder, device: torch.device) -> None:
 def micro_batch(
     model: Decoder | DistributedDataParallel, runtime: RuntimeConfig, last: bool
 ) -> AbstractContextManager[None]:
-    """Context of a micro-batch's forward and backward. After the step's `last` one, gradients are averaged over all
-    ranks: with DDP only then; sharded gradients are reduced within a node in each micro-batch, and between nodes after
-    the last."""
+    """Context of a micro-batch's forward and backward. DDP reduces gradients in the `last` micro-batch of a step only.
+    A sharded model reduces gradients in every micro-batch within a node, and in the last between nodes."""
     if isinstance(model, FSDPModule):
         model.set_requires_all_reduce(last)
         model.set_reshard_after_backward(last or runtime.shard == Shard.full)
@@ -157,8 +151,7 @@ def micro_batch(
 
 
 def shard_of(whole: Tensor, like: Tensor) -> Tensor:
-    """`whole` (the same on all ranks), sharded like `like`: a DTensor of this rank's rows, or unchanged. No
-    communication."""
+    """`whole` (the same on all ranks), sharded like `like` without communication, or unchanged if `like` is whole."""
     if not isinstance(like, DTensor):
         return whole
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)

@@ -1,8 +1,4 @@
-"""The L1 coefficient over time, dead neurons, and their re-initialization.
-
-The coefficient of `sparsity.l1_coefficient` multiplies, per token, the SUM of |h| over neurons and layers, or that sum
-divided by N x L or by L (`sparsity.l1_normalization`, DESIGN §2).
-"""
+"""The L1 coefficient over time, dead neurons, and their reinitialization (DESIGN §2)."""
 
 import math
 from typing import Any
@@ -19,10 +15,9 @@ from sparsellm.training.sharding import shard_of
 
 
 def l1_coefficient(tokens: int, config: SparsityConfig) -> float:
-    """The coefficient of the step that ends at `tokens` (global training tokens, including this step's).
+    """The L1 coefficient, under `config.l1_normalization`, of the step that ends after `tokens` tokens of all ranks.
 
-    In the normalisation of the config. It is a plain number that is applied outside of compiled code, as a kernel
-    argument, so a new value neither recompiles nor synchronizes.
+    It is applied outside of compiled code, as a plain number, so a new value neither recompiles nor synchronizes.
     """
     since_start = tokens - config.l1_start_tokens
     if since_start <= 0:
@@ -36,21 +31,21 @@ def l1_coefficient(tokens: int, config: SparsityConfig) -> float:
 
 
 class SilentNeurons:
-    """Counts the tokens of the global batch since each neuron last fired; int64 [L, N] on the device.
+    """Counts the tokens of the global batch since each neuron last fired: int64 [L, N] on the device.
 
-    A rank sees neurons fire only on its own share, so its counts are upper bounds; the minimum over ranks is exact. It
-    is taken only when needed, which saves a collective per step.
+    A rank sees neurons fire only on its share of the tokens, so its counts are upper bounds, and the minimum over ranks
+    is exact. Taking this minimum only when it is needed saves a collective per step.
     """
 
     def __init__(self, model: ModelConfig, device: torch.device) -> None:
         self.tokens = torch.zeros(model.num_layers, model.intermediate_size, dtype=torch.int64, device=device)
 
-    def update(self, fired: Tensor, tokens: int, counts: Tensor) -> None:
-        """Account for a step of `tokens` tokens over all ranks, of which this rank saw `fired` (bool [L, N]).
+    def update(self, fired: Tensor, tokens: int, finite: Tensor) -> None:
+        """Count a step of `tokens` tokens over all ranks. `fired`: bool [L, N], the neurons that fired on this rank.
 
-        `counts`: 0-d bool on the device, the same on all ranks; if False, nothing changes.
+        `finite`: 0-d bool on the device, the same on all ranks. If False, the step was skipped and nothing changes.
         """
-        self.tokens.add_(counts, alpha=tokens).masked_fill_(fired & counts, 0)
+        self.tokens.add_(finite, alpha=tokens).masked_fill_(fired & finite, 0)
 
     def reduced(self) -> Tensor:
         """The exact counts, the same on all ranks. Collective."""
@@ -60,37 +55,25 @@ class SilentNeurons:
 
 
 class Reinitialization:
-    """Re-initializes the gate rows of dead neurons: targeted reinitialisation, an ablation of the paper.
+    """Reinitializes the gate rows (rows of W_up in a non-gated model) of dead neurons, an ablation of the paper.
 
-    At 1.5B the paper reports a forward speedup of 19.1% with it, and 17.9% without.
+    DESIGN §2 says which rows are drawn, when, and why.
 
-    A neuron is dead when z <= 0 for every token. Its row of W_gate (W_up in non-gated models) then gets no gradient
-    from cross entropy or L1, and weight decay scales z without changing its sign, so the neuron stays dead unless its
-    input changes. The row is redrawn from N(0, model.init_std), like at initialization.
+    The row's optimizer moments are zeroed. Adam's step count belongs to the whole matrix and stays, so the first
+    updates of the new row lack bias correction. Under a constant gradient the n-th update after the draw is (1 -
+    beta1^n) / sqrt(1 - beta2^n) times the usual update: 0.45 at n = 1, above 1 from n = 9 on, at most 1.10 at n = 20,
+    and 1 in the limit.
 
-    Its row of W_up and column of W_down stay unchanged. They also get no gradient while h = 0, but they keep what they
-    learned, shrunk only by weight decay: exp(-weight_decay x learning rate x steps), 0.91 after 1B tokens at the
-    recipe's peak rate. Since they are nonzero, they pass a gradient to the new row as soon as it fires. Their moments
-    have decayed by themselves.
+    The row of W_up and the column of W_down get no gradient while h = 0, but keep what they learned except for weight
+    decay: exp(-weight_decay x learning rate x steps), 0.91 after 1B tokens at the recipe's peak rate. So the new row
+    gets a gradient as soon as it fires.
 
-    The row's moments are zeroed. Adam's step count belongs to the whole matrix and stays, so the new row's first
-    updates lack bias correction. Under a constant gradient the n-th update after the draw is (1 - beta1^n) / sqrt(1 -
-    beta2^n) times the usual one once Adam's own correction has faded: 0.45 at n = 1, above 1 from n = 9 on, at most
-    1.10 at n = 20, and 1 in the limit.
-
-    While the gate is annealed from SiLU to ReLU (`sparsity.relu_tokens`), rows also get a gradient where z <= 0, and
-    none is redrawn.
-
-    A redrawn neuron has `sparsity.reinit_dead_after_tokens` tokens to fire before it is redrawn again, as at the start
-    of the run. None is redrawn in the last tokens of the run, because it could not be trained any more. `SilentNeurons`
-    keeps counting since the neuron last fired, so a redrawn neuron counts as dead until it fires.
-
-    With `sparsity.reinit_blend` = a < 1, a dead row w becomes (1 - a) w + a (new row) at every draw until it fires,
-    like the paper's small blend in every step. After many draws w is distributed as N(0, init_std) times sqrt(a / (2 -
-    a)), 0.23 for a = 0.1. Whether a neuron fires depends only on the direction of w.
+    With `sparsity.reinit_blend` = a < 1, a dead row w becomes (1 - a) w + a (new row) at every draw. After many draws w
+    is distributed as N(0, init_std) times sqrt(a / (2 - a)), 0.23 for a = 0.1. Whether a neuron fires depends only on
+    the direction of w.
 
     Decisions are made on the device without synchronization. Random numbers come from separate generators seeded by
-    (training.seed, step, layer), so the global ones are not affected and a resume draws the same rows.
+    (training.seed, step, layer), so the global generators are not affected and a resume draws the same rows.
     """
 
     def __init__(
@@ -107,22 +90,21 @@ class Reinitialization:
         self.steps, self.step_tokens = training.steps, training.tokens_per_step
         self.seed, self.std, self.optimizer = training.seed, model.init_std, optimizer
         blocks: list[Any] = [layer.mlp for layer in decoder.layers]
-        # one [N, K] per layer
         self.weights: list[Tensor] = [(mlp.gate_proj if model.gated else mlp.up_proj).weight for mlp in blocks]
         size, device = (model.num_layers, model.intermediate_size), self.weights[0].device
-        self.drawn_at = torch.zeros(size, dtype=torch.int64, device=device)  # in training tokens; 0: start of the run
-        self.count = torch.zeros(size[0], dtype=torch.int64, device=device)  # rows redrawn so far, by layer
+        self.drawn_at = torch.zeros(size, dtype=torch.int64, device=device)  # training tokens before each row's draw
+        self.count = torch.zeros(size[0], dtype=torch.int64, device=device)  # rows drawn so far, by layer
 
     def due(self, step: int) -> bool:
-        """Whether rows may be redrawn at the end of `step`."""
+        """Whether rows may be drawn at the end of `step`."""
         done, left = step * self.step_tokens, (self.steps - step) * self.step_tokens
         return step % self.every == 0 and done >= self.relu_tokens and left >= self.silence
 
     @torch.no_grad()
     def apply(self, step: int, silent_tokens: Tensor) -> None:
-        """Redraw the rows that are due at the end of `step`, identically on all ranks. Collective.
+        """Draw the rows that are due at the end of `step`, the same on all ranks. Collective; does not synchronize.
 
-        `silent_tokens`: exact counts, int64 [L, N], the same on all ranks. Does not synchronize.
+        `silent_tokens`: exact counts, int64 [L, N], the same on all ranks.
         """
         now = step * self.step_tokens
         if self.blend == 1:
@@ -140,5 +122,5 @@ class Reinitialization:
         self.count += rows.sum(1)
 
     def state(self) -> dict[str, Tensor]:
-        """All tensors that the next draw depends on, by name; load a state by writing into them."""
+        """All tensors that the next draw depends on, by name. Writing into these tensors restores a state."""
         return {"drawn_at": self.drawn_at, "reinitialized": self.count}

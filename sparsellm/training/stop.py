@@ -11,7 +11,7 @@ from sparsellm.distributed import groups
 from sparsellm.system.processes import PARENT_ENDED
 from sparsellm.system.streams import write_now
 
-# Seconds within which a further signal is not a second request: torchrun and a scheduler may send one each.
+# A second signal within SECOND seconds is not a second request, because torchrun and a scheduler may send one each.
 SECOND = 2
 STOPPING = "\nstopping at the next logged step, with a checkpoint; repeat to stop without one\n"
 TORCHRUN_ENDED = "\ntorchrun has ended: stopping at the next logged step, with a checkpoint\n"
@@ -19,7 +19,7 @@ HUNG_UP = "\nthe terminal is closed (SIGHUP): stopping at the next logged step, 
 
 
 class StopSignals:
-    """While entered, records the signals NUMBERS instead of dying from them; subclasses may extend `_remember`.
+    """A context in which the signals NUMBERS are recorded and do not end the process.
 
     SIGHUP stays ignored if it was ignored before, as under nohup.
     """
@@ -49,15 +49,15 @@ class StopSignals:
 
 
 class StopRequest(StopSignals):
-    """The stop request of a run. The first signal prints what the run will do; a second SIGTERM or SIGINT kills as
-    usual.
+    """The stop request of a run. The first signal prints what the run will do; a second SIGTERM or SIGINT ends the
+    process at once.
 
-    The end of torchrun or of the terminal is a request too. These signals may arrive several times (for a terminal,
-    from the system and from its shell) and never kill.
+    The end of torchrun or of the terminal is a request too. Its signal may arrive several times (a terminal's from the
+    system and from the shell), so repeating it does not end the process.
 
-    Python runs no handler while the main thread waits in a collective, perhaps for a rank that hangs. So a thread reads
-    every signal from Python's wakeup file descriptor: it prints what the run will do, shortens the wait for ranks that
-    do not answer, and ends the process at a second request.
+    Python runs no signal handler while the main thread waits in a collective, perhaps for a rank that hangs. So a
+    thread reads every signal from Python's wakeup file descriptor: it prints what the run will do, shortens the wait
+    for ranks that do not answer, and ends the process at a second request.
     """
 
     NUMBERS = (*StopSignals.NUMBERS, PARENT_ENDED)
@@ -86,7 +86,7 @@ class StopRequest(StopSignals):
                 signal.signal(each, signal.SIG_DFL)
 
     def _listen(self) -> None:
-        heard: dict[bool, float] = {}  # time of the first request, by kind: True for SIGTERM and SIGINT
+        heard: dict[bool, float] = {}  # time of the first request; key: whether repeating it ends the process
         while (number := os.read(self._reading, 1)[0]) != 0:
             kills = number not in self.REPEATED
             if number not in self.NUMBERS:
@@ -99,9 +99,5 @@ class StopRequest(StopSignals):
             groups.hurry()
 
 
-def _forget_wakeup_file() -> None:
-    """A forked process shares the pipe, but its signals are not requests to its parent."""
-    signal.set_wakeup_fd(-1)
-
-
-os.register_at_fork(after_in_child=_forget_wakeup_file)
+# A forked process inherits the pipe, but its signals are no requests to stop the parent.
+os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))

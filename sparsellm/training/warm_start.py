@@ -1,7 +1,7 @@
 """Warm start: a run that starts from an existing model instead of random weights (init_from, docs/TRAINING.md).
 
-Architecture and weights come from that model, and its tokenizer must be that of the data. Once started, a run does not
-need the model: config.yaml holds the architecture and checkpoints hold the weights.
+The model gives the architecture and the weights, and its tokenizer must be that of the data. A run that has started
+does not need the model any more: config.yaml holds the architecture and checkpoints hold the weights.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,18 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparsellm.config import (
-    Activation,
-    Config,
-    ConfigError,
-    DataConfig,
-    ModelConfig,
-    RunConfig,
-    Source,
-    to_dict,
-    typed_values,
-)
-from sparsellm.config.values import flat
+from sparsellm.config import Activation, Config, ConfigError, DataConfig, ModelConfig, RunConfig, Source, typed_values
+from sparsellm.config.values import flat, to_dict
 from sparsellm.data import Data, DataError, manifest, tokenizer
 from sparsellm.distributed.groups import Ranks, on_main
 from sparsellm.hf import conversion, hub, pretrained
@@ -36,24 +26,27 @@ from sparsellm.training import sharding
 
 
 def adopt(config: Config, typed: Sequence[str] = ()) -> list[str]:
-    """Set the architecture of `config` in place from its `init_from`, if any, or return why that is impossible; and set
-    the tokenizer's name in its data to the one with which the tokens were prepared.
+    """Set the architecture of `config` in place from its `init_from`, if any; and, unless data.tokenizer was typed, the
+    name of the tokenizer in its data to the name with which the tokens were prepared. Returns mistakes.
 
-    `typed`: the overrides that `config` was composed from; keys of the model among them must agree with `init_from`.
+    `typed`: the overrides that `config` was composed from. Typed values of model.* must agree with `init_from`.
     """
     if config.init_from is None:
         return []
+    data = config.data
+    # Composition takes the tokenizer from init_from if none was typed.
+    follows = data.tokenizer == config.init_from and tokenizer.KEY not in typed_values(list(typed))
     try:
         begun = run_folder.begun_as(config.run)
         if begun is not None and begun.init_from == config.init_from:
             config.model = begun.model
-            if _names_the_tokenizer(config.data, config.init_from, typed):
-                _call_the_tokenizer(config.data, begun.data.tokenizer, begun.data.tokenizer_vocab_size)
+            if follows:
+                data.tokenizer, data.tokenizer_vocab_size = begun.data.tokenizer, begun.data.tokenizer_vocab_size
         else:
             with source("init_from", config.init_from) as checkpoint:
                 config.model, activation = conversion.architecture(checkpoint.model)
-                if _names_the_tokenizer(config.data, config.init_from, typed):
-                    _find_its_tokens(config.data, checkpoint.model)
+                if follows:
+                    _find_its_tokens(data, checkpoint.model)
             if config.sparsity.relu_tokens and activation == Activation.relu:
                 return [
                     f"sparsity.relu_tokens is {config.sparsity.relu_tokens}, which anneals SiLU to ReLU, but"
@@ -64,69 +57,56 @@ def adopt(config: Config, typed: Sequence[str] = ()) -> list[str]:
     return _disagreements(config.init_from, config.model, list(typed))
 
 
-def _names_the_tokenizer(data: DataConfig, init_from: str, typed: Sequence[str]) -> bool:
-    """Whether data.tokenizer follows from init_from because it was not typed."""
-    return data.tokenizer == init_from and tokenizer.KEY not in typed_values(list(typed))
-
-
 def _find_its_tokens(data: DataConfig, model: str) -> None:
-    """If data.path holds tokens made with the tokenizer of `model` under another name, for example by the run that
-    trained the model, use that name in `data`."""
-    with suppress(DataError):  # opening the data reports it
+    """Set the tokenizer's name in `data` to that of the tokens in data.path, if these were made with the tokenizer of
+    `model` under another name, for example by the run that trained the model."""
+    with suppress(DataError):  # opening the data reports the error
         ready = None if data.streaming else manifest.read(data.folder)
         if ready is not None and ready.tokenizer_hash in tokenizer.digests(tokenizer.load(model, "init_from")):
-            size = ready.recipe.get("data.tokenizer_vocab_size", data.tokenizer_vocab_size)
-            _call_the_tokenizer(data, ready.recipe.get(tokenizer.KEY), size)
-
-
-def _call_the_tokenizer(data: DataConfig, name: str | None, size: int) -> None:
-    data.tokenizer, data.tokenizer_vocab_size = name, size
+            data.tokenizer = ready.recipe.get(tokenizer.KEY)
+            data.tokenizer_vocab_size = ready.recipe.get("data.tokenizer_vocab_size", data.tokenizer_vocab_size)
 
 
 def _disagreements(name: str, model: ModelConfig, typed: list[str]) -> list[str]:
-    held = flat({"model": to_dict(model)})
-    meant = held | {"model.num_key_value_heads": model.kv_heads, "model.head_dim": model.head_width}  # if null
+    """Mistakes for typed values of model.* that differ from `model`, the architecture of the init_from `name`."""
+    theirs = flat({"model": to_dict(model)})
+    meant = theirs | {"model.num_key_value_heads": model.kv_heads, "model.head_dim": model.head_width}  # by null
     return [
-        f"{key} is {value!r}, but init_from={name} has {held[key]!r}: leave it out, because init_from decides it"
+        f"{key} is {value!r}, but init_from={name} has {theirs[key]!r}: leave it out, because init_from decides it"
         for key, value in typed_values(typed).items()
-        if key in held and value not in (held[key], meant[key])
+        if key in theirs and value not in (theirs[key], meant[key])
     ]
 
 
 def require_one_tokenizer(models: dict[str, str], corpus: DataConfig, data: Data, ranks: Ranks) -> None:
     """Raise DataError on the main rank, and MainRankFailed on the others, if the tokenizer of `data` differs from that
-    of one of `models` (from `read_at_start`). If only the begin- or end-of-text tokens differ, warn. Collective."""
+    of one of `models` (from `read_at_start`). Warn if only the begin- or end-of-text tokens differ. Collective."""
 
-    def compare(key: str, name: str) -> None:
-        with source(key, name) as checkpoint:
-            own = tokenizer.load(checkpoint.model, key)
-        prepared = tokenizer.load(str(data.tokenizer_folder), "data.path")
-        used = corpus.tokenizer
+    def compare() -> None:
         where = f"data.mix={','.join(corpus.mix_names)}" if corpus.mix else f"data.path={corpus.path}"
-        if tokenizer.serialized(own) == tokenizer.serialized(prepared):
-            if (there := tokenizer.form(prepared)) != (
-                here := tokenizer.form(own)
-            ):  # such as a base model and its chat model
-                warn(f"documents of {where} have the form {there}, those of {key}={name} {here}")
-            return
-        # The embedded corpus always trains its own tokenizer.
-        text = "data=files data.files=[PATTERN,...] " if corpus.source == Source.stdlib_docs else ""
-        raise DataError(
-            f"{where} has tokens of {'a tokenizer trained on its text' if used is None else f'the tokenizer {used}'},"
-            f" but {key}={name} has another tokenizer, for which they mean other text: prepare"
-            f" {'your own text' if text else 'them again'}, in another data.path, with"
-            f" {text}data.tokenizer={checkpoint.model}"
-        )
-
-    def compare_all() -> None:
+        used = "a tokenizer trained on its text" if corpus.tokenizer is None else f"the tokenizer {corpus.tokenizer}"
         for key, name in models.items():
-            compare(key, name)
+            with source(key, name) as checkpoint:
+                own = tokenizer.load(checkpoint.model, key)
+            prepared = tokenizer.load(str(data.tokenizer_folder), "data.path")
+            if tokenizer.serialized(own) != tokenizer.serialized(prepared):
+                # The corpus stdlib_docs always trains a tokenizer of its own.
+                what, text = "them again", ""
+                if corpus.source == Source.stdlib_docs:
+                    what, text = "your own text", "data=files data.files=[PATTERN,...] "
+                raise DataError(
+                    f"{where} has tokens of {used}, but {key}={name} has another tokenizer, for which they mean other"
+                    f" text: prepare {what}, in another data.path, with {text}data.tokenizer={checkpoint.model}"
+                )
+            ours, theirs = tokenizer.form(prepared), tokenizer.form(own)
+            if ours != theirs:  # a base model and its chat model, for example
+                warn(f"documents of {where} have the form {ours}, those of {key}={name} {theirs}")
 
-    on_main(ranks, compare_all)
+    on_main(ranks, compare)
 
 
 def tokenizer_mistakes(given: str | None, init_from: str | None, teacher: str | None) -> list[str]:
-    """Mistakes if the tokenizer `given` differs from that of init_from or the teacher; for use before preparation."""
+    """Mistakes if the tokenizer `given` differs from that of init_from or the teacher. Called before preparation."""
     found = []
     for key, name in (("init_from", init_from), ("distill.teacher", teacher)):
         if given is None or name is None or name == given:
@@ -145,14 +125,14 @@ def tokenizer_mistakes(given: str | None, init_from: str | None, teacher: str | 
 
 
 def read_at_start(run: RunConfig, init_from: str | None, teacher: str | None) -> dict[str, str]:
-    """{key: name} of the models that this start reads: init_from if there is no checkpoint, and the teacher."""
+    """{key: name} of the models that a start of the run reads: init_from if there is no checkpoint, and the teacher."""
     begins = run.restart or not run_folder.saved_steps(run.folder)
     named = {"init_from": init_from if begins else None, "distill.teacher": teacher}
     return {key: name for key, name in named.items() if name is not None}
 
 
 def weight_mistakes(models: dict[str, str]) -> list[str]:
-    """Mistakes in the weights of local `models` (from `read_at_start`), as far as file headers show them."""
+    """Mistakes in the weights of local `models` (from `read_at_start`) that the headers of the files show."""
     found = []
     for key, name in models.items():
         if Path(name).expanduser().exists():
@@ -170,9 +150,8 @@ def write_weights(
     """Load the weights of `name`, the init_from, into `model`, which may be sharded; the main rank reads them.
     Collective.
 
-    Returns, on the main rank, further tokens that end a text of `init_from`, besides the end-of-text token of `data`:
-    for example the end of a chat turn. Only special tokens, which documents never contain, so stopping there truncates
-    no text.
+    Returns, on the main rank, tokens that end a text of `name` in addition to the end-of-text token of `data`, for
+    example the end of a chat turn. Documents never contain these special tokens, so stopping there truncates no text.
 
     Raises ConfigError on the main rank, and MainRankFailed on the others, if the weights cannot be read or have another
     architecture.
@@ -182,7 +161,7 @@ def write_weights(
 
     def read() -> None:
         with source("init_from", name) as checkpoint:
-            checkpoint.identity()  # verifies the checksums of our checkpoints
+            checkpoint.identity()  # verifies the checksums, if the checkpoint is one of ours
             found, _, read = load_float32(checkpoint)
             named = pretrained.stop_tokens(checkpoint.model)
         if found != architecture:
@@ -191,8 +170,8 @@ def write_weights(
                 f"{key} is {theirs[key]!r} instead of {ours[key]!r}" for key in ours if theirs[key] != ours[key]
             )
             raise ConfigError([
-                f"init_from={name} is no longer the model with which run {run_name} was started"
-                f" ({differs}):" " restore it, or choose another run.name"
+                f"init_from={name} is no longer the model with which run {run_name} was started ({differs}): restore"
+                " it, or choose another run.name"
             ])  # fmt: skip
         weights.update(read)
         special = tokenizer.special_ids(tokenizer.load(str(data.tokenizer_folder), "data.path"))
@@ -205,8 +184,7 @@ def write_weights(
 
 
 def send(weights: dict[str, Tensor], model: Decoder, ranks: Ranks) -> None:
-    """Send the main rank's `weights` (emptied in the process) to `model` on each rank, which may be sharded.
-    Collective."""
+    """Send the main rank's `weights` to `model` on each rank, which may be sharded. Empties `weights`. Collective."""
     for name, parameter in model.named_parameters():
         whole = torch.empty(parameter.shape, device=ranks.device)
         if ranks.is_main:
@@ -217,13 +195,11 @@ def send(weights: dict[str, Tensor], model: Decoder, ranks: Ranks) -> None:
 
 @contextmanager
 def source(key: str, name: str) -> Iterator[Checkpoint]:
-    """Locates the model `name` (the value of `key`), and goes offline if it is local or the hub does not answer.
-
-    Raises ConfigError if the model does not exist or cannot be read inside the context.
-    """
+    """Locates the model `name`, the value of `key`. The context is offline if the model is local or the hub does not
+    answer, and raises ConfigError if the model does not exist or cannot be read."""
 
     def refusal(said: str) -> ConfigError:
-        return ConfigError([said.replace("checkpoint=", f"{key}=", 1)])  # name the key in messages about `checkpoint`
+        return ConfigError([said.replace("checkpoint=", f"{key}=", 1)])  # messages of `locate` name `checkpoint`
 
     try:
         checkpoint = locate(name)

@@ -17,7 +17,7 @@ from sparsellm.ops import Engine, Plan, feedforward
 from sparsellm.ops.plan import ROOM
 from sparsellm.policy import Policy
 from sparsellm.runs.metrics import METRICS, read
-from sparsellm.training import communication, plans
+from sparsellm.training import plans, sharding
 
 pytestmark = pytest.mark.gpu
 CUDA = ["runtime.device=cuda", "runtime.precision=bfloat16", "runtime.compile=true", "runtime.micro_batch_size=3"]
@@ -243,7 +243,7 @@ def test_compressed_gradients_are_rounded_to_bfloat16(compress, tmp_path):
     with small_trainer(tmp_path / "run", *CUDA, "runtime.compile=false") as trainer:
         expected = first_gradients(trainer)
         model = DistributedDataParallel(trainer.decoder, device_ids=[0], gradient_as_bucket_view=True)
-        communication.arrange(model, replace(trainer.config.runtime, ddp_compress=DdpCompress[compress]))
+        sharding.arrange(model, replace(trainer.config.runtime, ddp_compress=DdpCompress[compress]))
         trainer.model, trainer.step = model, 0
         trainer.decoder.zero_grad()
         for name, gradient in first_gradients(trainer).items():

@@ -132,7 +132,7 @@ def test_rows_have_loss_cross_entropy_and_kl_apart(teacher, tmp_path):
         before = torch.get_rng_state()
         assert trainer.fit() == 0
         assert torch.equal(torch.get_rng_state(), before)
-        assert trainer.micro_batch.beside == trainer.teacher.bytes > 0
+        assert trainer.micro_batch.teacher_bytes == trainer.teacher.bytes > 0
         assert not any(parameter.requires_grad for parameter in trainer.teacher.decoder.parameters())
         validated = trainer._validate().ce
     rows = read(tmp_path / "run" / METRICS)

@@ -56,7 +56,7 @@ def test_the_arithmetic_gives_what_was_measured(way, experiment, micro_batch, me
 @pytest.mark.parametrize("ranks", [1, 8])
 def test_a_start_is_refused_by_the_state_that_a_step_holds(ranks):
     config = from_overrides(["experiment=1p5b", "runtime.shard=full"])
-    found = step_memory(config, ranks, Sharing(ranks, ranks, ranks)).usage(1, [None] * config.model.num_layers)
+    found = step_memory(config, ranks, Sharing(ranks)).usage(1, [None] * config.model.num_layers)
     assert found.weights + found.gradients + found.optimizer == state_bytes(config.model, config.runtime.shard, ranks)
 
 
@@ -73,7 +73,7 @@ def test_states_that_ranks_share_take_their_part(monkeypatch):
     config = from_overrides(["experiment=1p5b", "training.batch_size=64"])
     whole = step_memory(config, 4).usage(4, [None] * 28)
     assert whole.optimizer == 2 * whole.weights == 2 * whole.gradients == 2 * whole.buckets
-    shared = step_memory(config, 4, Sharing(weights=4, gradients=4, optimizer=4)).usage(4, [None] * 28)
+    shared = step_memory(config, 4, Sharing(4)).usage(4, [None] * 28)
     assert (shared.weights, shared.gradients, shared.optimizer) == (
         whole.weights // 4, whole.gradients // 4, whole.optimizer // 4
     )  # fmt: skip

@@ -78,7 +78,7 @@ def test_a_line_says_what_memory_is_used_for_and_how_much_is_left(tmp_path):
         assert str(chosen) == by_arithmetic
         chosen.peak = found.total + GIB
         assert "activations 1.0 GiB; peak 1.0 GiB of 5.0 GiB (4.0 GiB free)" in str(chosen)
-        chosen.beside, chosen.peak = 2 * GIB, found.total + 3 * GIB
+        chosen.teacher_bytes, chosen.peak = 2 * GIB, found.total + 3 * GIB
         assert "activations 1.0, teacher 2.0 GiB; peak 3.0 GiB of 5.0 GiB (2.0 GiB free)" in str(chosen)
         gpu.bytes = 0
         assert "peak 3.0 GiB of 0.0 GiB (3.0 GiB too much)" in str(chosen)
@@ -103,7 +103,7 @@ def test_where_ranks_share_states_the_arithmetic_alone_chooses(tmp_path):
     """Real passes would contain collectives, which a rank without memory would leave the others waiting in."""
     with small_trainer(tmp_path / "run", *AUTO) as trainer:
         gpu, chosen = FakeGpu(trainer, sequences=1), trainer.micro_batch
-        chosen.memory = replace(chosen.memory, sharing=Sharing(100, 100, 100))
+        chosen.memory = replace(chosen.memory, sharing=Sharing(100))
         trainer.micro_batch.choose()
         assert (trainer.micro_batch.size, gpu.tried) == (4, [])  # sharded state leaves room for more
         assert trainer.micro_batch.capacity == gpu.bytes
@@ -114,7 +114,7 @@ def test_shards_that_have_room_for_few_tokens_are_told_of_recomputation(recomput
     larger = ["model.num_layers=8", "training.sequence_length=512", "model.context_length=512"]
     with small_trainer(tmp_path / "run", *AUTO, *larger, f"runtime.recompute={recompute}") as trainer:
         chosen, gpu = trainer.micro_batch, FakeGpu(trainer, sequences=1)
-        chosen.memory = replace(chosen.memory, sharing=Sharing(1, 1, 1, gathered=1))
+        chosen.memory = replace(chosen.memory, sharing=Sharing(1, gathered=1))
         gpu.bytes = int(1.1 * chosen.usage(2).total)
         chosen.choose()
         said = capsys.readouterr().err

@@ -12,7 +12,7 @@ import pytest
 import torch
 from small_run import first_gradients, force_plans, small_config, small_trainer
 
-from sparsellm.distributed.groups import process_group
+from sparsellm.distributed.groups import Ranks, process_group
 from sparsellm.ops import Engine, Plan, backend, saved_bytes
 from sparsellm.ops.plan import ROOM
 from sparsellm.policy import Policy, costs, first_use, store
@@ -44,7 +44,7 @@ def plans_of(*overrides, layers=2):
         config.training,
         config.runtime,
         decoder,
-        SimpleNamespace(world_size=1, is_main=True, device=torch.device("cpu")),
+        Ranks(rank=0, world_size=1, device=torch.device("cpu"), checkpoint_group=None),
     )
     assert all(layer.mlp.training_plan is plan for layer, plan in zip(decoder.layers, made.tensors, strict=True))
     return made
@@ -205,7 +205,7 @@ def test_a_run_says_by_what_it_decides_where_that_is_not_of_this_gpu(measured, m
 @pytest.mark.parametrize("began_with", [None, costs_of(dense=3.0)])
 def test_a_resume_goes_by_what_the_run_began_with(measured, began_with):
     with fake(layers=1) as plans:
-        plans._choose_by(None if began_with is None else began_with.as_json())
+        plans._choose_by(began_with)
         state = json.loads(json.dumps(plans.state()))
         resumed = plans_of(layers=1)
         resumed.restore(state)

@@ -65,7 +65,7 @@ def test_a_trace_that_cannot_be_written_is_said_and_training_goes_on(tmp_path, c
 def test_every_rank_writes_one_and_the_main_one_says_so(tmp_path, capsys):
     for rank in (0, 1):
         ranks = Ranks(rank=rank, world_size=2, device=torch.device("cpu"), checkpoint_group=None)
-        with Profile([1, 1], tmp_path, ranks) as trace, trace.step(1):
+        with Profile([1, 1], tmp_path, ranks).step(1):
             pass
     names = sorted(path.name for path in (tmp_path / "profile").iterdir())
     assert names == [f"steps_1-1.rank_0000{rank}.json.gz" for rank in (0, 1)]

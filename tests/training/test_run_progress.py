@@ -142,7 +142,7 @@ def test_where_a_record_is_offline_the_end_names_the_command_that_uploads_it(sto
     kept = []
 
     class Record:
-        place = "offline"
+        status = "offline"
 
         def __init__(self, _config, folder):
             (folder / "wandb/offline-run-1").mkdir(parents=True)
