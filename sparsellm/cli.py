@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def run(command: str, arguments: list[str] | None = None, program: str | None = None) -> None:
-    """Run `command`, and exit with its code. `arguments`: default is sys.argv; `program`: the name shown in help."""
+    """Run `command`, and exit with its exit code. `arguments`: None for sys.argv. `program`: the name in help texts."""
     arguments = sys.argv[1:] if arguments is None else arguments
     program = program or f"python -m sparsellm.{command}"
     if set(arguments) & set(HELP):
@@ -61,18 +61,13 @@ def run(command: str, arguments: list[str] | None = None, program: str | None = 
 
 
 def _show(text: str) -> NoReturn:
-    """Print `text`, the whole result, and exit."""
-
-    def show() -> int:
-        print(text)
-        return 0
-
+    """Print `text`, the only result of the program, and exit."""
     outlast(result=True)
-    sys.exit(_written(show))
+    sys.exit(_written(lambda: print(text)) or 0)
 
 
-def _written(work: Callable[[], int]) -> int:
-    """The exit code of `work`, after flushing its output; a different code if its result cannot be written."""
+def _written(work: Callable[[], int | None]) -> int | None:
+    """The exit code of `work`, or of the error that its result cannot be written to standard output."""
     try:
         code = work()
         sys.stdout.flush()
@@ -84,8 +79,7 @@ def _written(work: Callable[[], int]) -> int:
 
 
 def _interruptible(command: str, arguments: list[str], program: str) -> int:
-    """Run `command` and return its exit code, or that of SIGINT after one message. Commands may handle SIGINT
-    themselves."""
+    """Run `command` and return its exit code, INTERRUPTED after a SIGINT that the command does not handle."""
 
     def say() -> None:
         if int(os.environ.get("RANK", "0")) == 0:
@@ -104,15 +98,14 @@ def _interruptible(command: str, arguments: list[str], program: str) -> int:
         signal.default_int_handler(number, frame)
 
     def end_if_dropped(dropped: "sys.UnraisableHookArgs") -> None:
-        """Python ignores exceptions raised in finalizers and its own callbacks, even KeyboardInterrupt; end anyway."""
+        """End the process if Python drops a KeyboardInterrupt, as it drops all exceptions in finalizers."""
         if issubclass(dropped.exc_type, KeyboardInterrupt):
             end_at_once(signal.SIGINT, None)
         say_dropped(dropped)
 
     heard = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # False for a background process
     try:
-        # During imports there is nothing to clean up, and libraries turn an exception in their imports into other
-        # errors.
+        # During imports, SIGINT ends the process at once, because libraries turn KeyboardInterrupt into other errors.
         if heard:
             signal.signal(signal.SIGINT, end_at_once)
         with without_garbage_collection():

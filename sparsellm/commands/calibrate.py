@@ -1,17 +1,17 @@
 """Time the engines on this GPU, so that the fastest are chosen.
 
 Times each engine of a model's feedforward layers at 1 to 65,536 tokens (131,072 with the Triton kernels), forward and
-backward, on random weights that are as sparse as trained ones; the Triton kernels are tuned for block sizes first. The
-fitted costs are cached for this GPU model, these kernels and this torch version. From then on they choose the engines
-of such layers in train, evaluate, generate, benchmark and sparsellm.accelerate. These commands calibrate a layer
-themselves when nobody has, without tuning block sizes, on a GPU that may be busy. A run keeps the costs that it started
-with in its checkpoints. One process, on an idle GPU. Exit codes: 0 complete, 1 if the GPU is not supported or the cache
-cannot be written, 2 for a refused configuration.
+backward, on random weights that are as sparse as trained ones. Tunes the block sizes of the Triton kernels first. The
+fitted costs are cached for this GPU model, these kernels and this torch version, and from then on choose the engines of
+such layers in train, evaluate, generate, benchmark and sparsellm.accelerate. Without cached costs, these commands
+calibrate a layer themselves, without tuning block sizes, on a GPU that may be busy. A run stores the costs with which
+it started in its checkpoints. One process, on an idle GPU. Exit codes: 0 complete, 1 if the GPU is not supported or the
+cache cannot be written, 2 for a refused configuration.
 """
 
 import torch
 
-from sparsellm.config import CalibrateConfig, ConfigError, entry_point, from_overrides
+from sparsellm.config import LAYER, CalibrateConfig, ConfigError, entry_point, from_overrides
 from sparsellm.ops import MAX_COLUMNS, MULTIPLE, backend
 from sparsellm.ops.triton import tuning
 from sparsellm.policy import block_sizes, measure, report, store
@@ -55,17 +55,13 @@ def main(config: CalibrateConfig) -> int:
 
 def layer_of(name: str) -> tuple[int, int]:
     """(K, N) of a choice of the group `model`, or of a text like 2048x5632. Raises ConfigError."""
-    if "x" in name and name.replace("x", "", 1).isdigit():
-        width, neurons = (int(size) for size in name.split("x"))
+    if typed := LAYER.fullmatch(name):
+        width, neurons = int(typed[1]), int(typed[2])
     else:
         model = from_overrides([f"model={name}"]).model
         width, neurons = model.hidden_size, model.intermediate_size
     for size in (width, neurons):
         if size % MULTIPLE or size > MAX_COLUMNS:
-            raise ConfigError(
-                [
-                    f"model={name} has a dimension of {size}: K and N should be multiples of {MULTIPLE} up to"
-                    f" {MAX_COLUMNS}"
-                ]
-            )
+            wanted = f"K and N should be multiples of {MULTIPLE} up to {MAX_COLUMNS}"
+            raise ConfigError([f"model={name} has a dimension of {size}: {wanted}"])
     return width, neurons

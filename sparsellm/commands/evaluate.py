@@ -24,11 +24,11 @@ from sparsellm.system.garbage_collection import without_garbage_collection
 
 @entry_point("evaluate", lambda config, _typed: agreed(mistakes(config)))
 def main(config: EvaluateConfig) -> int:
-    # Slow to import, too slow for a refusal.
+    # This import takes seconds, which a refusal should not take.
     from sparsellm.evaluation.checkpoint import evaluate_checkpoint
 
     try:
-        # Requests and samples are millions of permanent objects: collecting garbage takes a quarter of the time.
+        # Searching the requests and samples, millions of objects, for garbage would take a quarter of the time.
         with without_garbage_collection():
             found = evaluate_checkpoint(config, record, partial(show, config.tasks or list(tasks.TASKS)))
     except MainRankFailed:
@@ -37,7 +37,7 @@ def main(config: EvaluateConfig) -> int:
         print("\nsparsellm: stopped; run the same command to continue with the unfinished tasks", file=sys.stderr)
         return 128 + signal.SIGINT
     except BrokenPipeError:
-        raise  # of standard output, as with `| head`: cli.py handles it
+        raise  # standard output was closed, as with `| head`: cli.py handles this
     except OSError as error:  # mostly a full disk
         warn(str(error))
         return 1

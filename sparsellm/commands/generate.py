@@ -16,12 +16,12 @@ from sparsellm.hf import hub
 from sparsellm.runs.locate import Checkpoint, CheckpointNotFound, locate, not_found, unreadable
 from sparsellm.system.console import warn
 
-if TYPE_CHECKING:  # these take seconds to import, too slow for a refusal
+if TYPE_CHECKING:  # these imports take seconds, which a refusal should not take
     import torch
 
     from sparsellm.inference.generation import Generator, Sampling
 
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # decoded from a character whose tokens are incomplete
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what an incomplete sequence of byte tokens is decoded to
 
 
 @entry_point("generate", lambda config, _typed: generate_mistakes(config) + not_found(config.checkpoint))
@@ -36,7 +36,7 @@ def main(config: GenerateConfig) -> int:
     checkpoint = locate(config.checkpoint)
     try:
         prompts: list[str] = _lines() if config.prompt is None else [config.prompt]
-        "".join(prompts).encode()  # raises if the text contains invalid bytes (surrogates)
+        "".join(prompts).encode()  # raises if the text contains bytes that are not UTF-8, as surrogates
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
         where = "standard input" if config.prompt is None else "prompt"
         warn(f"{where} is not UTF-8 ({error.reason}): convert it, for example with iconv")
@@ -100,7 +100,7 @@ def _write_one(generator: "Generator", prompts: list[str], new_tokens: int, samp
         ids.append(token)
         text = generator.continuation(prompt, ids).rstrip(UNFINISHED)
         print(text[shown:], end="", flush=True)
-        shown = max(shown, len(text))  # with byte tokens, the text may get shorter until the last byte arrives
+        shown = max(shown, len(text))  # with byte tokens, the text may get shorter until a character is complete
     print(generator.continuation(prompt, ids)[shown:], flush=True)
     seconds = time.perf_counter() - start
     print(f"sparsellm: {len(ids)} tokens in {seconds:.2f} s, {len(ids) / seconds:,.0f} tokens/s", file=sys.stderr)

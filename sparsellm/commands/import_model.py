@@ -63,7 +63,7 @@ def _partial(output: Path) -> Path:
 
 def _write(model: Any, tokenizer: Any, source: Path, output: Path) -> None:
     """Write the stock model and the tokenizer of the folder `source` to `output`, atomically. Raises OSError, and
-    BrokenModel if transformers would choose another class than `tokenizer`'s with the stock config.json."""
+    BrokenModel if transformers would load another class than that of `tokenizer` next to the stock config.json."""
     from sparsellm.hf import pretrained
 
     partial = _partial(output)

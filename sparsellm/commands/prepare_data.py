@@ -1,7 +1,7 @@
 """Tokenize documents to disk.
 
-Takes the keys of train, and prepares the tokens that such a run reads. Run again, the same command resumes after a
-kill, does nothing if all is done, and appends what is missing if more tokens are asked for.
+Takes the keys of train, and prepares the tokens that such a run reads. Repeat the command to resume after a kill; it
+does nothing if all is done, and appends the missing tokens if more are asked for.
 """
 
 import signal

@@ -21,8 +21,8 @@ from sparsellm.system.errors import SparsellmError
 
 CARD = "README.md"
 CARD_LINES = 14  # lines of the model card that are shown
-NAMED = 6  # most files listed in a message
-HUBS_OWN = ".gitattributes"  # in every hub repository
+NAMED = 6  # maximum number of files listed in a message
+HUBS_OWN = ".gitattributes"  # the hub adds this file to every repository
 
 
 class NotSent(SparsellmError):
@@ -55,7 +55,9 @@ def main(config: PushConfig) -> int:
             if config.dry_run:
                 print("dry_run=true: nothing was uploaded")
             else:
-                print(f"sent: {_send(config, folder, _title(checkpoint))}")
+                # The title of the commit names the run and the step, but no local folders.
+                run = "" if checkpoint.run is None else f" {checkpoint.run.resolve().name}, step {checkpoint.step:,}"
+                print(f"sent: {_send(config, folder, f'sparsellm push{run}')}")
     except (CheckpointNotFound, pretrained.BrokenModel, NotSent, OSError) as error:
         warn(f"checkpoint={checkpoint} was not uploaded: {' '.join(str(error).split())}")
         return 1
@@ -63,7 +65,7 @@ def main(config: PushConfig) -> int:
 
 
 def _need_hub() -> None:
-    """Raises NotSent if there is no token or the hub does not answer, before gigabytes are read."""
+    """Raise NotSent if there is no token or the hub does not answer, before gigabytes are read."""
     from huggingface_hub import get_token
 
     if get_token() is None:
@@ -74,16 +76,13 @@ def _need_hub() -> None:
         )
     if (reason := hub.obstacle()) is not None:
         raise NotSent(
-            f"{reason}: push from a machine with a network, from a copy of the checkpoint's folder; dry_run=true"
-            f" needs none"
+            f"{reason}: push a copy of the checkpoint's folder from a machine with a network; dry_run=true needs none"
         )
 
 
 def _files(checkpoint: Checkpoint) -> list[Path]:
-    """The files to upload besides the model card: verified, without symbolic links.
-
-    Raises NotSent, CheckpointNotFound (checksums), BrokenModel (transformers cannot use it).
-    """
+    """The files to upload except the model card: verified, without symbolic links. Raises NotSent, CheckpointNotFound
+    (a wrong checksum), and BrokenModel (transformers cannot load the model)."""
     folder = Path(checkpoint.model)
     if links := sorted(path.name for path in folder.iterdir() if path.is_symlink()):
         raise NotSent(
@@ -110,7 +109,7 @@ def _files(checkpoint: Checkpoint) -> list[Path]:
 
 
 def _card(folder: Path, licence: str | None) -> str:
-    """The model card to upload, with a licence. Raises NotSent."""
+    """The model card to upload, which names a licence. Raises NotSent."""
     path = folder / CARD
     if not path.is_file():
         raise NotSent(f"{path} is missing: write a model card in a copy of the folder, and push the copy")
@@ -122,8 +121,8 @@ def _card(folder: Path, licence: str | None) -> str:
         name = own or licence
         if name is None:
             raise NotSent(
-                f"{path} names no licence: give one with license=NAME, such as apache-2.0"
-                " (https://huggingface.co/docs/hub/repositories-licenses)that data and tokenizer allow"
+                f"{path} names no licence: give one with license=NAME that data and tokenizer allow, such as apache-2.0"
+                " (https://huggingface.co/docs/hub/repositories-licenses)"
             )
         return card.licensed(text, name)
     except ValueError as error:
@@ -131,7 +130,7 @@ def _card(folder: Path, licence: str | None) -> str:
 
 
 def _listing(config: PushConfig, checkpoint: Checkpoint, folder: Path) -> str:
-    """A listing of the upload: the content of `folder`, and its destination."""
+    """The destination of the upload, the files of `folder` with their sizes, and the start of the model card."""
     from huggingface_hub import constants
 
     sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
@@ -161,7 +160,7 @@ def _send(config: PushConfig, folder: Path, title: str) -> str:
             delete_patterns="*" if replace else None, commit_message=title,
         )  # fmt: skip
         return sent.commit_url
-    except (HTTPError, OSError, RuntimeError, ValueError) as error:  # from the hub, the library, or its uploader
+    except (HTTPError, OSError, RuntimeError, ValueError) as error:  # from the hub, its library, or the uploader
         status = getattr(getattr(error, "response", None), "status_code", None)
         remedy = "run the same command to try again"
         if status in (401, 403):
@@ -174,8 +173,8 @@ def _send(config: PushConfig, folder: Path, title: str) -> str:
 
 
 def _branch(api: Any, config: PushConfig, folder: Path) -> tuple[str | None, bool]:
-    """Create the repository and branch if needed. Returns the commit that an existing branch must still have when
-    written to, and whether to remove its files. Raises NotSent."""
+    """Create the repository and branch if needed. Returns the last commit of an existing branch, which the upload must
+    not find changed, and whether to remove the branch's files. Raises NotSent."""
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
     repo = str(config.repo)
@@ -193,7 +192,7 @@ def _branch(api: Any, config: PushConfig, folder: Path) -> tuple[str | None, boo
         found = api.model_info(repo, revision=config.revision, files_metadata=True)
     except RevisionNotFoundError:
         api.create_branch(repo, branch=config.revision)
-        return None, True  # a new branch starts with main's files
+        return None, True  # a new branch starts with the files of main
     others = sorted(
         each.rfilename
         for each in found.siblings
@@ -209,7 +208,7 @@ def _branch(api: Any, config: PushConfig, folder: Path) -> tuple[str | None, boo
 
 
 def _same(theirs: Any, ours: Path) -> bool:
-    """Whether a file exists on the hub with the same content, by SHA-256 for large files and git's SHA-1 for others."""
+    """Whether the hub's file `theirs` equals `ours`, by SHA-256 for large files and git's SHA-1 for others."""
     if not ours.is_file() or theirs.size != ours.stat().st_size:
         return False
     if theirs.lfs is None:
@@ -217,12 +216,6 @@ def _same(theirs: Any, ours: Path) -> bool:
         return theirs.blob_id == hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
     with ours.open("rb") as file:
         return theirs.lfs.sha256 == hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _title(checkpoint: Checkpoint) -> str:
-    """The commit title: the run's name and step, without local folders."""
-    run = "" if checkpoint.run is None else f" {checkpoint.run.resolve().name}, step {checkpoint.step:,}"
-    return f"sparsellm push{run}"
 
 
 def _named(names: list[str]) -> str:

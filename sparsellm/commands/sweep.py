@@ -3,9 +3,9 @@
     python -m sparsellm.sweep experiment=0p5b 'sparsity.l1_coefficient=0,1e-5,2e-5,3e-5' sweep.baseline=true
     python -m sparsellm.sweep experiment=1p5b sweep=paper_l1
 
-Every key of sparsellm.train accepts a list of values; each combination is an ordinary run, trained on all GPUs of this
+Every key of sparsellm.train accepts a list of values. Each combination is an ordinary run, trained on all GPUs of this
 machine and evaluated with the options evaluate.*. sweep=paper_l1 lists eight L1 coefficients, as in the paper.
-sweep.parallel=N trains N runs at once, each on its own GPUs. Repeat the command to resume: it skips finished work.
+sweep.parallel=N trains N runs at once, each on its own GPUs. Repeat the command to resume; finished work is skipped.
 Writes sweep.csv, .json, .md, .png, .pdf and one log per run to sweeps/NAME/. sweep.benchmark=true also benchmarks each
 run. sweep.mode=print prints the commands instead of running them, and sweep.mode=slurm writes a script for a SLURM job
 array.
@@ -58,7 +58,7 @@ def run(sweep: Sweep) -> int:
     trained, several = sum(point.is_finished() for point in sweep.points), len(sweep.slots) > 1
     print(f"{sweep.folder}: {count} run{'s' * (count > 1)}, {trained} of them trained")
     progress = Progress(sweep.points) if several else None
-    working: dict[int, tuple[int, Work[str | None]]] = {}  # key: slot
+    working: dict[int, tuple[int, Work[str | None]]] = {}  # slot -> (index of the point, its work)
     with Launcher(shown=not several) as launcher:
         while working or (waiting and launcher.signal is None):
             for slot, environment in enumerate(sweep.slots):
@@ -74,7 +74,7 @@ def run(sweep: Sweep) -> int:
                     continue
                 except StopIteration as ended:
                     failure = ended.value
-                except OSError as error:  # writing the log on a full disk
+                except OSError as error:  # mostly a log on a full disk
                     failure = f"{error}; see {sweep.log(point)}"
                 del working[slot]
                 if failure:
@@ -116,7 +116,7 @@ def do(sweep: Sweep, point: Point, launcher: Launcher, environment: dict[str, st
         steps = [] if point.is_finished() else [("training", commands.train(sweep, point))]
         if sweep.options.evaluate and not sweep.is_evaluated(point):
             steps.append(("evaluation", commands.evaluate(sweep, point)))
-        # The path of the benchmark's results is known only once there is a checkpoint.
+        # The results of a benchmark are in the checkpoint's folder, so before the run is finished there are none.
         if sweep.options.benchmark and not (point.is_finished() and sweep.benchmark(point).exists()):
             steps.append(("benchmark", commands.benchmark(point)))
         for step, command in steps:

@@ -13,13 +13,7 @@ import torch
 from sparsellm import data
 from sparsellm.config import Config, ConfigError, RuntimeConfig, entry_point, looked_at, memory_mistakes, mistakes
 from sparsellm.distributed import groups
-from sparsellm.distributed.groups import (
-    MainRankFailed,
-    agreed,
-    leave,
-    process_group,
-    world_size_from_environment,
-)
+from sparsellm.distributed.groups import MainRankFailed, agreed, leave, process_group, world_size_from_environment
 from sparsellm.evaluation import live
 from sparsellm.runs import folder as run_folder
 from sparsellm.runs import report
@@ -33,17 +27,17 @@ def device_type(runtime: RuntimeConfig) -> str:
 
 
 def set_determinism(deterministic: bool) -> None:
-    """Set deterministic algorithms everywhere, or torch's faster defaults, before the first CUDA call."""
+    """Make torch deterministic if asked. Call this before the first CUDA call."""
     if deterministic:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.use_deterministic_algorithms(True)
-        deterministic_module: Any = torch.utils.deterministic  # torch adds its properties on import
-        deterministic_module.fill_uninitialized_memory = False  # a debugging aid, not needed for reproducibility
+        module: Any = torch.utils.deterministic  # torch adds this module's properties on import
+        module.fill_uninitialized_memory = False  # slow, helps only debugging
 
 
 def check(config: Config, typed: Sequence[str] = ()) -> list[str]:
-    """Everything that keeps `config` from being trained: the model of init_from, which it is given, its values, its
-    data, its tasks, its teacher, the weights that it reads, the run of the same name.
+    """All mistakes that keep `config` from being trained: in its values, the run of the same name, the data, the tasks,
+    the teacher and the model of init_from, which also sets its architecture.
 
     `typed`: the overrides that `config` was composed from.
     """
@@ -64,7 +58,7 @@ def check(config: Config, typed: Sequence[str] = ()) -> list[str]:
 
 
 def _of_rank(error: Exception) -> str:
-    """The error message, with the rank if there are several."""
+    """The message of `error`, which names this rank if there are several."""
     return f"rank {os.environ['RANK']}: {error}" if world_size_from_environment() > 1 else str(error)
 
 
@@ -82,7 +76,7 @@ def main(config: Config) -> int:
             run_folder.tidy(config.run.folder)
             print(f"{config.run.name} is complete.\n" + report.finish(config, config.run.folder))
         return 0
-    # Slow to import, too slow for a refusal.
+    # These imports take seconds, which a refusal should not take.
     from sparsellm.training.loop import Trainer
     from sparsellm.training.micro_batch import OutOfMemory
 
@@ -90,7 +84,7 @@ def main(config: Config) -> int:
     try:
         with process_group(device_type(config.runtime)) as ranks:
             try:
-                # Before the folder is created, so that a refusal leaves nothing behind.
+                # What may be refused comes before the run's folder, so that a refusal leaves nothing behind.
                 evaluation = live.load(
                     config.evaluation, config.model, config.sparsity.activation, config.runtime, ranks
                 )
@@ -108,11 +102,11 @@ def main(config: Config) -> int:
                 warn(_of_rank(error))
                 if ranks.world_size > 1:
                     leave(error)
-                    os._exit(1)  # others may wait in a collective, and leaving the group might wait for them
+                    os._exit(1)  # other ranks may wait in a collective, so leaving the group could wait for them
                 return 1
             except (ConfigError, data.DataError, run_folder.RunFolderError):
-                raise  # of this rank, perhaps alone
-            except SparsellmError as error:  # raised on all ranks: each leaves normally
+                raise  # perhaps only this rank raised the error
+            except SparsellmError as error:  # all ranks have raised the error, so each leaves normally
                 if ranks.is_main:
                     warn(str(error))
                 return 1
