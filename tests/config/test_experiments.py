@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sparsellm.config import CONFIGS, L1Normalization, from_overrides, l1_coefficient_as, parameters, sweep_request
-from sparsellm.config.groups import choices
+from sparsellm.config import L1Normalization, from_overrides, l1_coefficient_as, parameters, sweep_request
+from sparsellm.config.groups import CONFIGS, choices
 from sparsellm.config.schema import Config
 from sparsellm.config.values import flat, to_dict
 
