@@ -234,15 +234,17 @@ class _Opening:
         )  # fmt: skip
 
     def _reading(self) -> dict[str, Any]:
-        """Arguments shared by prepared tokens and streams."""
-        return {
-            "sequence_length": self.request.training.sequence_length,
-            "rank": self.ranks.rank,
-            "world_size": self.ranks.world_size,
-            "seed": self.request.data.seed,
-            "workers": self.workers,
-            "pin_memory": self.ranks.device.type == "cuda",
-        }
+        return _reading(
+            self.request, self.ranks.rank, self.ranks.world_size, self.workers, self.ranks.device.type == "cuda"
+        )
+
+
+def _reading(request: Request, rank: int, world_size: int, workers: int, pin_memory: bool) -> dict[str, Any]:
+    """Arguments shared by prepared tokens and streams."""
+    return {
+        "sequence_length": request.training.sequence_length, "rank": rank, "world_size": world_size,
+        "seed": request.data.seed, "workers": workers, "pin_memory": pin_memory,
+    }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -256,14 +258,7 @@ class _OfRun:
 
     def validation(self) -> torch.Tensor:
         data, samples = self.request.data, self.samples
-        alone: dict[str, Any] = {
-            "sequence_length": self.request.training.sequence_length,
-            "rank": 0,
-            "world_size": 1,
-            "seed": data.seed,
-            "workers": 0,
-            "pin_memory": False,
-        }
+        alone = _reading(self.request, rank=0, world_size=1, workers=0, pin_memory=False)
         if data.streaming:
             stream = TokenStream(
                 self._files(), {}, data.text_column, self.tokenizer_folder, data.validation_fraction, share=1,

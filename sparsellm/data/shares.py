@@ -22,9 +22,9 @@ from sparsellm.data.manifest import Manifest, is_enough, tokens_left
 from sparsellm.data.tokenizer import Vocabulary
 
 # First documents of a file that are tokenized to estimate its tokens per character, and characters of each at most.
-SAMPLE_DOCUMENTS, SAMPLE_TEXT = 64, 20_000
+SAMPLE_DOCUMENTS, SAMPLE_TEXT = 32, 20_000
 # Files are sampled while all samples are smaller than this many tokens plus this fraction of the tokens read.
-FREE_SAMPLES, SAMPLED_FRACTION = 500_000, 0.02
+FREE_SAMPLES, SAMPLED_FRACTION = 50_000, 0.02
 
 
 class Estimate(NamedTuple):

@@ -27,15 +27,15 @@ _ENDS = "ends "  # in front of the checksum of a file's ends
 
 def changes(manifest: Manifest, folder: Path) -> list[str]:
     """How the text of a finished `folder` has changed, as a list of at most one message."""
-    read = _read_for(manifest)
+    read = [file for file in manifest.source_files if file in manifest.source_checksums]
     there = [file for file in read if stamp(Path(file)) is not None]
     if not there:
         return []
     verified = Verified(folder)
     try:
         others = [file for file in there if _is_changed(file, manifest, folder, verified)]
-    except OSError as error:
-        return [f"{error.filename} cannot be read ({error.strerror}): fix that, or remove the file"]
+    except DataError as error:
+        return [str(error)]
     verified.keep()
     gone = [file for file in read if file not in there]
     found = [
@@ -64,11 +64,6 @@ def names(files: list[str]) -> str:
     return ", ".join(files[:NAMED]) + (f" and {rest:,} other{'s' if rest > 1 else ''}" if rest > 0 else "")
 
 
-def _read_for(manifest: Manifest) -> list[str]:
-    """The local files that were read."""
-    return [file for file in manifest.source_files if file in manifest.source_checksums]
-
-
 def _is_changed(file: str, manifest: Manifest, folder: Path, verified: Verified) -> bool:
     now, recorded = stamp(Path(file)), manifest.source_checksums[file]
     assert now is not None
@@ -91,12 +86,14 @@ def _key(file: str, whole: bool) -> str:
 
 
 def _checksum(file: str, whole: bool, verified: Verified) -> str:
-    """The checksum of a source file for the manifest; empty if the file does not exist. Raises OSError."""
+    """The checksum of a source file for the manifest; empty if the file does not exist. Raises DataError."""
     key, path = _key(file, whole), Path(file)
     try:
         return verified.checksum(key, path) if whole else _ENDS + verified.checksum(key, path, digest=digest_of_ends)
     except FileNotFoundError:
         return ""
+    except OSError as error:
+        raise DataError(f"{file} cannot be read ({error.strerror}): restore the file") from error
 
 
 def _added(manifest: Manifest) -> list[str]:
@@ -114,14 +111,11 @@ def with_sources_of_now(data: DataConfig, folder: Path, manifest: Manifest) -> M
     before = manifest.source_files
     now = corpus.find_files(data) if data.source == Source.files else before
     verified, recorded = Verified(folder), manifest.source_checksums
-    try:
-        other = {
-            file for file in _checking(before)
-            if now.get(file, 0) != before[file]
-            or (file in recorded and _checksum(file, _is_whole(recorded[file]), verified) != recorded[file])
-        }  # fmt: skip
-    except OSError as error:
-        raise DataError(f"{error.filename} cannot be read ({error.strerror}): restore the file") from error
+    other = {
+        file for file in _checking(before)
+        if now.get(file, 0) != before[file]
+        or (file in recorded and _checksum(file, _is_whole(recorded[file]), verified) != recorded[file])
+    }  # fmt: skip
     verified.keep()
     if added := [file for file in now if file not in before]:
         raise DataError(
@@ -230,10 +224,7 @@ class Reading:
         for file, whole in _checking(self.read.items()):
             if file not in self.stamps:
                 continue
-            try:
-                self.manifest.source_checksums[file] = _checksum(file, whole, self.verified)
-            except OSError as error:
-                raise DataError(f"{file} cannot be read ({error.strerror}): restore the file") from error
+            self.manifest.source_checksums[file] = _checksum(file, whole, self.verified)
             if stamp(Path(file)) != self.stamps[file]:
                 raise DataError(
                     f"{file} was changed while it was being read: stop whatever writes to it, and prepare again"

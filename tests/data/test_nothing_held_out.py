@@ -4,14 +4,17 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from whole_config import mistakes, open_data, prepare
+from whole_config import mistakes, open_data, open_validation, prepare
 
+from sparsellm import config as configuration
 from sparsellm.commands import prepare_data
 from sparsellm.config import Config, from_overrides
 from sparsellm.data import DataError, Request, corpus
 from sparsellm.distributed.groups import process_group
+from sparsellm.evaluation import request as evaluation
 
 MakeConfig = Callable[..., Config]
 
@@ -63,3 +66,16 @@ def test_prepare_data_says_what_validation_uses(
     assert prepare_data.main([*overrides, "data.validation_fraction=0"], "prepare_data") == 0
     assert "nothing is held out (data.validation_fraction=0), so runs are not validated" in capsys.readouterr().out
     assert len(list(corpus.read(parquet, "text"))) == 600
+
+
+def test_evaluate_skips_the_loss_and_analyze_asks_for_a_text(
+    make_config: MakeConfig, parquet: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(parquet, validation_fraction=0.0)
+    configuration.save(config, tmp_path / "config.yaml")
+    checkpoint = SimpleNamespace(run=tmp_path, model=str(tmp_path / "hf"))
+    asked = evaluation.Request(SimpleNamespace(validation=True), checkpoint, tmp_path / "out")
+    assert asked.held_out() is None
+    assert "data.validation_fraction=0 held nothing out, so validation loss is skipped" in capsys.readouterr().err
+    with pytest.raises(DataError, match=r"the run's data holds nothing out \(data\.validation_fraction=0\)"):
+        open_validation(config, tmp_path / "hf", tmp_path)
