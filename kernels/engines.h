@@ -1,7 +1,7 @@
-// The feedforward engines: one forward and one backward function for each (row has no backward), free of torch. This
-// header is the seam. Code above it (bindings.cpp, and through it Python) knows tensors and policy. Code below it
-// (sm90/) knows how a pass is divided into kernels, in which order they are launched, and how every buffer between them
-// is laid out.
+// Interface of the feedforward engines (dense, row, tile): one forward and one backward function per engine, except
+// that the row engine has no backward pass. Nothing here depends on torch. The header separates two layers. The code
+// above it (bindings.cpp, and through it Python) knows tensors and policy. The code below it (sm90/) knows how a pass
+// is divided into kernels, in which order they are launched, and how every buffer between them is laid out.
 //
 // The caller provides all memory: the results, a workspace of `..._workspace_bytes(...)` bytes, and, if a backward pass
 // follows, one saved buffer of `tile_saved_bytes(...)` bytes. Workspace and saved buffer are 256-byte aligned, and
@@ -23,12 +23,12 @@ constexpr int kTokenTile = 128;                         // tokens per token tile
 constexpr int kColumnTile = 256;                        // columns per column tile, and per segment
 constexpr int kCompression = 8;                         // columns per word of a packed segment
 constexpr int kTileWords = kColumnTile / kCompression;  // W, the words of a segment
-constexpr int kSectorWords = 8;  // words of a segment that are contiguous: 32 bytes, the unit of a memory read
+constexpr int kSectorWords = 8;  // contiguous words of a segment: 32 bytes, one memory sector
 
-// The borders of the row engine, in tokens. sparsellm/ops/borders.py has them too; loading the library compares them
-// (bindings.cpp: limit). Up to kFewTokens tokens, rows are dealt to clusters one by one. For more tokens, but fewer
-// than kManyTokens, the caller's library multiplies the gate, and the rows are divided into runs. From kManyTokens on,
-// the tile engine may compute.
+// Numbers of tokens at which the row engine changes its method. sparsellm/ops/borders.py has the same numbers; loading
+// the library checks that both agree (bindings.cpp: limit). Up to kFewTokens tokens, rows are dealt to clusters one by
+// one. Above kFewTokens and below kManyTokens, the caller's library multiplies the gate, and the rows are divided into
+// runs of equal cost, one run per cluster. From kManyTokens on, the tile engine may compute the call instead.
 constexpr int kFewTokens = 64;
 constexpr int kManyTokens = 1536;
 
@@ -50,7 +50,7 @@ struct Layer {
 //   1  segments of the packed gate whose nonzeros did not fit in their words
 //   2  1 if the call exceeded the capacity of the tile engine's lists and took the slower overflow path, else 0
 //   3  neurons that fire in each token tile, summed over the tiles
-// The allocation continues behind them with the kernels' own counters: counts_length() integers in all.
+// `counts` must have counts_length() entries, because the kernels' own counters follow these four.
 struct Result {
   void* y;         // bf16 [M, K]
   float* l1;       // float32 [1]: sum of |h|
@@ -58,12 +58,13 @@ struct Result {
   int64_t* counts;
 };
 int64_t counts_length();
-// A result whose statistics nobody reads: the statistics are written to `memory`, 256-byte aligned, of
-// statistics_bytes(N) bytes.
+// For a caller that does not read the statistics: returns a Result whose statistics are written to `memory`, which is
+// 256-byte aligned and has statistics_bytes(N) bytes.
 int64_t statistics_bytes(int64_t n);
 Result with_statistics_in(void* memory, int64_t n, void* y);
 
-// A plain matrix product, which the caller's library computes.
+// Plain matrix products are computed by the caller's library: Multiply is the callback, and Matrix describes an
+// operand.
 //
 // A bf16 matrix [rows, columns], stored row by row or column by column.
 struct Matrix {
@@ -71,7 +72,7 @@ struct Matrix {
   int64_t rows, columns;
   bool by_column;
 };
-// Writes a b to `out`, row by row; with `add`, adds it to the contents of `out`. May throw.
+// Computes out = a b, or out = out + a b if `add` is true. `out` is stored row by row. May throw.
 using Multiply = std::function<void(const Matrix& a, const Matrix& b, void* out, bool add)>;
 
 // Row: multiplies each token by the weight rows of its own neurons. The row engine has no backward pass.
@@ -85,11 +86,11 @@ struct TileShape {
   int64_t m, k, n;
   bool gated;
   int64_t capacity;       // nonzeros that the lists hold; a batch with more takes the overflow path
-  int64_t long_capacity;  // of those, how many may be in rows of more than 512 nonzeros
+  int64_t long_capacity;  // how many of these nonzeros may be in rows of more than 512 nonzeros
   bool ordered;           // tokens are reordered, so that the tokens of a tile fire similar neurons
 };
 // The shape whose lists hold `capacity` nonzeros (1 to tile_max_capacity(); rounded up to a multiple of 128).
-// long_capacity: -1 if all of them may be in long rows.
+// long_capacity -1: all of these nonzeros may be in long rows, as far as the kernels can count the words in 32 bits.
 TileShape tile_shape(int64_t m, int64_t k, int64_t n, bool gated, int64_t capacity, int64_t long_capacity,
                      bool ordered);
 int64_t tile_max_tokens(bool saving);  // the largest M; saving: a backward pass follows
@@ -116,7 +117,7 @@ int64_t tile_backward_workspace_bytes(const TileShape& shape, bool float_weights
 cudaError_t tile_backward(const Layer& layer, const TileShape& shape, const void* dy, const float* dl1, void* saved,
                           void* workspace, const Gradients& gradients, cudaStream_t stream);
 
-// Where a field of the tile plan, named as in README.md, is in a saved buffer; for the tests of single stages.
+// Finds a field of the tile plan in a saved buffer, by its name in README.md; the tests of single stages use it.
 // element_bytes is 0 if no field has that name.
 struct Field {
   int64_t offset, count;  // in bytes, in elements
@@ -124,12 +125,13 @@ struct Field {
 };
 Field tile_saved_field(const TileShape& shape, const char* name);
 
-// Dense: plain matrix products, which the caller's library computes, and kernels for everything between them.
+// The dense engine: the caller's library computes plain matrix products, and kernels compute everything between them.
 // fused: for many tokens, one kernel computes h, and one computes dz, du and h from dy w_down, so that dh is never in
-// memory. Not fused: for few tokens the products take all the time, so the library computes them, and elementwise
-// kernels follow.
-// The saved buffer has g and, in a gated layer, u, bf16 [M, N] each; if not fused, it has z, g before the ReLU. w_down:
-// bf16 [K, N]. A forward pass that is not fused may skip its statistics: then l1, fired and counts are null.
+// global memory. Not fused: for few tokens, nearly all time is spent in the products, so the library computes them, and
+// elementwise kernels compute h, dz and du.
+// The saved buffer has g and, in a gated layer, u, each bf16 [M, N]. If not fused, the saved buffer has z (the value
+// before the ReLU) instead of g. w_down: bf16 [K, N]. A forward pass that is not fused may skip its statistics: then
+// l1, fired and counts are null.
 int64_t dense_saved_bytes(const Layer& layer);
 int64_t dense_workspace_bytes(const Layer& layer, bool fused, bool saving);
 cudaError_t dense_forward(const Layer& layer, const void* w_down, bool fused, const Multiply& multiply, void* workspace,
@@ -139,12 +141,12 @@ cudaError_t dense_backward(const Layer& layer, const void* w_down, bool fused, c
                            const float* dl1, const void* saved, void* workspace, const Gradients& gradients,
                            cudaStream_t stream);
 
-// relu(x w^T) in the packed format (README.md): the input of the row and the tile engine.
+// relu(x w^T) in the packed format (README.md), which the row engine and the tile engine read.
 struct PackedGate {
   uint32_t* words;      // [M, 4, ceil(N / 256), 8]
   void* wide;           // bf16 [M, N]
   uint32_t* mask;       // [ceil(M / 128), 8 ceil(N / 256)]
-  int32_t* row_counts;  // [row_counts_length(M, N)]; the first M are each token's nonzeros, the others are scratch
+  int32_t* row_counts;  // [row_counts_length(M, N)]; the first M are the nonzeros of each token, the others are scratch
   uint8_t* fired;       // fired and counts are as in Result
   int64_t* counts;
 };

@@ -1,6 +1,6 @@
-// Packs arrays into one piece of memory. A layout is one sequence of `take`s over an Arena, which runs twice: without a
-// base (null), the arena only counts bytes; with a base, the arena also returns addresses. So the size that a caller
-// must provide and the addresses that kernels use cannot disagree. An example: after take<float>(10) and
+// Lays out arrays in one block of memory. A layout is one sequence of `take`s over an Arena, and the same sequence runs
+// twice: without a base (null), the arena only counts bytes; with a base, the arena also returns addresses. So the size
+// that a caller must provide and the addresses that kernels use cannot disagree. An example: after take<float>(10) and
 // take<int32_t>(100), the first array is at byte 0, the second at byte 256, and bytes() is 768.
 #pragma once
 

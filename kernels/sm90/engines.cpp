@@ -16,7 +16,8 @@
 namespace sparsellm {
 namespace {
 
-// Kernels count words in uint32, with strides of up to 4,096. The last stride must not exceed 2^32.
+// Kernels index words with uint32 and advance an index by up to 4,096 at a time. The index must not exceed 2^32 even
+// after the last step.
 constexpr int64_t kMaxWords = (int64_t{1} << 32) - (1 << 14);
 constexpr int64_t kCapacityUnit = 128;
 // The tile engine adds this to a saved buffer's length, which is a multiple of 16: 2, and 4 more if tokens are ordered.
@@ -50,7 +51,7 @@ Packed lay_out_packed(Arena& arena, int64_t m, int64_t n, const Result& result) 
 // saves nothing puts the same plan into its workspace, without `ups`.
 struct Kept {
   TilePlan plan;  // without `rows`, which backward does not read
-  void* ups;      // bf16 [capacity]: u for each word of the lists; null if not saved, or non-gated
+  void* ups;      // bf16 [capacity]: u for each word of the lists; null if nothing is saved or the layer is non-gated
 
   Kept(Arena& arena, const TileShape& s, bool saving) : plan(), ups(nullptr) {
     const int64_t tiles = tiles_of(s.m), column_tiles = column_tiles_of(s.n);
@@ -73,7 +74,8 @@ struct TileWorkspace {
   Packed packed;
   uint32_t* rows;
   float* l1_partials;
-  uint32_t* hidden;   // h in the places of g; null if backward does not need g: then h replaces g in the lists
+  uint32_t* hidden;   // h, indexed like g in the lists; null if backward does not need g, because then h replaces g in
+                      // the lists
   void* temporaries;  // for token_order, and later for row_rest
 
   TileWorkspace(Arena& arena, const TileShape& s, const Result& result, bool saving) {
@@ -94,7 +96,7 @@ struct BackwardWorkspace {
   float* partials;
   void *operand, *second_operand;
   void* planes;     // for rest_backward
-  void* dw_down_t;  // [N, K], which is transposed last
+  void* dw_down_t;  // [N, K]: dW_d by neuron; the last stage transposes it to dw_down
 
   BackwardWorkspace(Arena& arena, const TileShape& s, bool float_weights)
       : plan(), du(nullptr), du_by_neuron(nullptr), second_operand(nullptr) {
@@ -123,7 +125,7 @@ struct BackwardWorkspace {
     if (s.gated) du = arena.take<uint32_t>(s.capacity);
     if (s.gated) du_by_neuron = arena.take<uint32_t>(s.capacity);
     partials = arena.take<float>(static_cast<int64_t>(kSplitUnits) * 2 * kTokenTile * kColumnTile);
-    const int64_t places = neuron_tiles * tiles * kTokenTile * kTokenTile;  // an operand's values
+    const int64_t places = neuron_tiles * tiles * kTokenTile * kTokenTile;  // number of values of an operand
     operand = arena.take<uint16_t>(places);
     if (s.gated) second_operand = arena.take<uint16_t>(places);
     planes = arena.take_bytes(rest_backward_workspace(s.m, s.n));
@@ -131,8 +133,8 @@ struct BackwardWorkspace {
   }
 };
 
-// A product of the plan's lists, or of other lists with the same places, and weights by neuron: y [M, K]. The second
-// list and weight may be null.
+// Describes the product of lists and weights by neuron, y [M, K]. The lists are the plan's, or other lists with the
+// same places. The second list and the second weights may be null.
 struct Lists {
   const uint32_t *first, *second;
 };
@@ -157,7 +159,8 @@ Spmm product_over(const TilePlan& plan, const Layer& a, Lists lists, Weights wei
   return product;
 }
 
-// What the dense engine saves: g (z if it does not fuse) and, in a gated layer, u. Null if nothing is saved.
+// What the dense engine saves: g (or z, if the engine does not fuse) and, in a gated layer, u. Both are null if nothing
+// is saved.
 struct DensePlanes {
   void *g, *u;
 
@@ -166,7 +169,7 @@ struct DensePlanes {
 };
 
 struct DenseWorkspace {
-  void *h, *u;  // u: in a gated layer, unless u is saved, or computed and used by one kernel
+  void *h, *u;  // u: null if the layer is non-gated, if u is saved, or if one kernel computes and uses u
   float* l1_partials;
 
   DenseWorkspace(Arena& arena, const Layer& a, bool fused, bool saving) : u(nullptr) {
@@ -179,7 +182,7 @@ struct DenseWorkspace {
 };
 
 struct DenseBackwardWorkspace {
-  int64_t* counters;  // dense_gradient's own
+  int64_t* counters;  // scratch of dense_gradient
   void *dz, *du, *h;
 
   DenseBackwardWorkspace(Arena& arena, const Layer& a) : du(nullptr) {
@@ -252,8 +255,9 @@ int64_t tile_max_tokens(bool saving) { return saving ? kMaxSplitTokens : kMaxWor
 
 TileShape tile_shape(int64_t m, int64_t k, int64_t n, bool gated, int64_t capacity, int64_t long_capacity,
                      bool ordered) {
-  // Rounded up to 128, arrays of `capacity` words or halfwords fill the arena's units of 256 bytes. So the size of a
-  // saved buffer grows by exactly 4 bytes (gated: 6) per nonzero of capacity, and tile_shape_of_saved can divide.
+  // `capacity` is rounded up to a multiple of 128, so that arrays of `capacity` words or halfwords fill whole 256-byte
+  // units of the arena. Then the size of a saved buffer grows by exactly 4 bytes (gated: 6) per nonzero of capacity,
+  // and tile_shape_of_saved can compute the capacity from the size by a division.
   capacity = (capacity + kCapacityUnit - 1) / kCapacityUnit * kCapacityUnit;
   if (long_capacity < 0) long_capacity = std::max<int64_t>(0, std::min(capacity, kMaxWords - m * kRowCapacity));
   return {m, k, n, gated, capacity, long_capacity, ordered};
@@ -365,7 +369,8 @@ cudaError_t tile_backward(const Layer& a, const TileShape& s, const void* dy, co
 }
 
 Field tile_saved_field(const TileShape& s, const char* name) {
-  // Without a base, an arena only counts bytes. So offsets are relative to this base, from which nothing is read.
+  // A null base would make the arena only count bytes. This base is not null, so the arena returns addresses, from
+  // which offsets are computed. Nothing is read from it.
   static char base[1];
   Arena arena(base);
   const Kept kept(arena, s, true);

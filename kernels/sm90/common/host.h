@@ -47,8 +47,8 @@ inline cudaError_t tensor_map(CUtensorMap* map, const void* data, int64_t rows, 
   };
   CUresult result = describe();
   if (result == CUDA_ERROR_INVALID_CONTEXT) {
-    // Here the thread has not called CUDA before. Unlike the runtime's functions, the driver's functions do not make
-    // the current device's context current, so cudaSetDevice must.
+    // The driver has no current context, because this thread has not called CUDA before. Unlike functions of the
+    // runtime, functions of the driver do not make the device's context current, so call cudaSetDevice.
     int device = 0;
     cudaError_t error = cudaGetDevice(&device);
     if (error == cudaSuccess) error = cudaSetDevice(device);
@@ -82,7 +82,7 @@ inline cudaError_t allow_shared_memory(const void* kernel, uint32_t bytes) {
 template <class... Parameters, class... Arguments>
 cudaError_t launch_with(bool early, void (*kernel)(Parameters...), int64_t grid, int block, uint32_t shared_bytes,
                         int cluster, cudaStream_t stream, Arguments&&... arguments) {
-  if (shared_bytes > 0) {  // even below 48 KB: the total with the kernel's static memory may be more
+  if (shared_bytes > 0) {  // also below 48 KB, because the kernel's static shared memory is added to it
     const cudaError_t error = allow_shared_memory(reinterpret_cast<const void*>(kernel), shared_bytes);
     if (error != cudaSuccess) return error;
   }

@@ -6,16 +6,16 @@
 
 namespace sparsellm {
 
-// Sum over the warp, in every lane.
+// Returns the sum over the warp to every lane.
 __device__ __forceinline__ float warp_sum(float value) {
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) value += __shfl_xor_sync(~0u, value, offset);
   return value;
 }
 
-// The calling thread's part of the sum of values[0, count), which are 16-byte aligned and written by other CTAs. Thread
-// `thread` of `threads` adds quads thread, thread + threads, ..., and one of the up to three values behind the last
-// quad.
+// The partial sum of thread `thread` of `threads` over values[0, count), which are 16-byte aligned and which other CTAs
+// have written. The thread adds groups of four values, number thread, thread + threads, ...; one of the first three
+// threads may also add one of the up to three values that follow the last full group.
 __device__ __forceinline__ float strided_sum(const float* values, int64_t count, uint32_t thread, uint32_t threads) {
   constexpr int kBatch = 8;  // loads in flight per thread
   const int64_t quads = count / 4;
@@ -35,8 +35,8 @@ __device__ __forceinline__ float strided_sum(const float* values, int64_t count,
   return sum;
 }
 
-// Sum of values[0, count) by all threads of a CTA, valid in thread 0. The order also depends on the number of threads.
-// scratch: shared, one float per warp.
+// The sum of values[0, count), valid in thread 0. Called by all threads of a CTA. The order of the additions depends
+// only on `count` and the number of threads. scratch: shared memory, one float per warp.
 __device__ __forceinline__ float ordered_sum(const float* values, int64_t count, float* scratch) {
   const float sum = warp_sum(strided_sum(values, count, threadIdx.x, blockDim.x));
   if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = sum;

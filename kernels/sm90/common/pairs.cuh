@@ -1,7 +1,9 @@
-// The product x w^T or x w of gate_pack, dense_hidden and dense_gradient, one finished tile after another.
+// The matrix product x w^T or x w of gate_pack, dense_hidden and dense_gradient. A CTA multiplies one tile after
+// another, and finishes each tile while the next one is multiplied.
 //
-// One persistent CTA per SM, in clusters of two. A cluster computes a pair of output tiles, the same 256 columns for
-// two neighbouring token tiles, and each of its CTAs fetches half of the tile of w for both. Roles:
+// There is one persistent CTA per SM, in clusters of two. A cluster computes a pair of output tiles: the same 256
+// columns for two neighbouring token tiles. Each of its CTAs fetches one half of the tile of w and multicasts it to
+// both CTAs. Roles:
 //
 //   producer         warp 0: TMA
 //   finishing warps  warps 1-3 turn a finished tile, bf16 in shared memory, into the kernel's results while the next
@@ -21,10 +23,11 @@ namespace sparsellm {
 constexpr int kFinishWarps = 3;
 constexpr int kFinishBarrier = 1;  // the named barrier of the finishing warps; __syncthreads uses 0
 constexpr int kDealtRounds = 2;
-// Rounds whose pairs are kept. While the second CTA of a cluster finishes round p, it knows the pairs of rounds up to
-// p + 2. So the first CTA starts round p + 3 at most, and during that round it draws the pair of round p + 5. Six pairs
-// can therefore be in use at once, those of rounds p to p + 5. If the kernel does not count fired neurons, the
-// finishing warps do not wait for one another, and one of them may be a round ahead: seven.
+// Number of rounds whose pairs are kept in shared memory. While the second CTA of a cluster finishes the tile of round
+// p, it knows the pairs of rounds up to p + 2. So the first CTA is in round p + 3 at most, and during that round it
+// draws the pair of round p + 5. The pairs of rounds p to p + 5 can therefore be in use at once, which are six. If the
+// kernel does not count fired neurons, the finishing warps do not wait for one another, so one of them may be a round
+// ahead of the others: then seven pairs are in use.
 constexpr int kRounds = 8;
 
 struct PairShared {
@@ -33,7 +36,7 @@ struct PairShared {
   uint64_t tile_full;
   uint64_t tile_free;
   uint64_t drawn[kRounds];
-  uint32_t pairs[kRounds];  // [r % kRounds] the pair of round r; a number that is no pair after the last one
+  uint32_t pairs[kRounds];  // [r % kRounds] the pair of round r; after the last pair, a number >= the number of pairs
   uint32_t fired[2][8];     // one bit per neuron that fires for some token of the tile; two tiles are in flight
 };
 
@@ -41,12 +44,12 @@ constexpr uint32_t kPairBytes = 1024 + kStages * kStageBytes + kTileBytes + size
                                                                                                  // neuron
 static_assert(kPairBytes + 65536 / 8 <= kMaxSharedBytes, "all of it must fit in one CTA's shared memory");
 
-// Pairs are visited column tile by column tile for one pair of token tiles, then for the next pair of token tiles. So
-// the pairs in flight share few rows of x, and all of w stays in L2. A w that is too large for L2 is processed in bands
-// of kBandBytes of columns, one after another.
+// Order of the pairs: all column tiles of one pair of token tiles, then all column tiles of the next pair of token
+// tiles. So the pairs in flight need few rows of x, and w, which they all read, stays in L2. If w is too large for L2,
+// its columns are processed in bands of at most kBandBytes, one band after another.
 constexpr int64_t kBandBytes = 24 << 20;
 
-// What is multiplied: tokens by column tiles of 256.
+// The shape of a product: m tokens by column tiles of 256.
 struct PairProduct {
   int64_t m;
   int column_tiles, k_blocks, band_tiles;
@@ -54,15 +57,15 @@ struct PairProduct {
   __host__ __device__ uint32_t row_pairs() const { return static_cast<uint32_t>((m + 2 * kTileM - 1) / (2 * kTileM)); }
 };
 
-// For tokens [m, k] and `column_tiles` tiles.
+// The product of tokens [m, k] with `column_tiles` column tiles.
 inline PairProduct pair_product_of(int64_t m, int64_t k, int64_t column_tiles) {
-  const int64_t in_band = std::max<int64_t>(1, kBandBytes / (kTileN * k * 2));  // at most
+  const int64_t in_band = std::max<int64_t>(1, kBandBytes / (kTileN * k * 2));  // column tiles that fit in a band
   const int64_t band_tiles = ceil_div(column_tiles, ceil_div(column_tiles, in_band));
   return {m, static_cast<int>(column_tiles), static_cast<int>(ceil_div(k, kTileK)), static_cast<int>(band_tiles)};
 }
 
-// Launches a kernel of pairs early; the kernel before it is `clear`, which is not early. neurons: neurons per column
-// tile, or 0 if the kernel does not count which neurons fire.
+// Launches a kernel of pairs early. The kernel before it in the stream must be `clear`, launched with early = false.
+// neurons: neurons per column tile, or 0 if the kernel does not count which neurons fire.
 template <class Kernel, class... Arguments>
 cudaError_t launch_pairs(Kernel kernel, const PairProduct& product, int neurons, cudaStream_t stream,
                          Arguments&&... arguments) {
@@ -75,7 +78,7 @@ cudaError_t launch_pairs(Kernel kernel, const PairProduct& product, int neurons,
   return launch_early(kernel, grid, kThreads, bytes, 2, stream, arguments...);
 }
 
-// The finished tile: rows of 512 bytes, 16-byte chunk c of row r at chunk c ^ (r & 7).
+// Byte offset in the finished tile: rows have 512 bytes, and 16-byte chunk c of row r is at chunk c ^ (r & 7).
 __device__ __forceinline__ uint32_t tile_offset(uint32_t row, uint32_t chunk) {
   return row * 512 + ((chunk ^ (row & 7)) << 4);
 }
@@ -92,16 +95,16 @@ struct PairMemory {
         fired(reinterpret_cast<uint32_t*>(shared + 1)) {}
 };
 
-// A finished tile, as the warps that finish it see it.
+// The finished tile that the finishing warps read.
 struct FinishedTile {
   int64_t token_tile;
-  int column_tile, rows;  // rows: number of rows with tokens, <= 0 beyond the last token
-  uint32_t parity;        // parity of the tile's number among the CTA's tiles
+  int column_tile, rows;  // rows: number of rows that are tokens; <= 0 if the tile is beyond the last token
+  uint32_t parity;        // parity of the round, which alternates from tile to tile
 
   __device__ __forceinline__ int64_t row0() const { return token_tile * kTileM; }
 };
 
-// A CTA's barriers, by their shared addresses, and the pairs of its rounds.
+// A CTA's barriers, as shared addresses, and the pairs of its rounds.
 struct PairCta {
   const PairMemory& memory;
   const PairProduct& product;
@@ -130,8 +133,8 @@ struct PairCta {
   __device__ __forceinline__ void init_barriers() const {
     for (int s = 0; s < kStages; ++s) {
       ptx::mbarrier_init(full + 8 * s, 1);
-      ptx::mbarrier_init(empty + 8 * s, 2 * kConsumerWarps);  // by both CTAs: half of each stage comes from the other
-                                                              // CTA
+      ptx::mbarrier_init(empty + 8 * s, 2 * kConsumerWarps);  // the consumers of both CTAs arrive, because this CTA's
+                                                              // producer also writes to the other CTA's stages
     }
     ptx::mbarrier_init(tile_full, kConsumerWarps);
     ptx::mbarrier_init(tile_free, kFinishWarps);
@@ -143,15 +146,16 @@ struct PairCta {
     ptx::fence_mbarrier_init();
   }
 
-  // Waits until a round's pair is known, and returns it. A number >= `pairs` is no pair.
+  // Waits until the pair of a round is known, and returns its number. A number >= `pairs` means that there are no more
+  // pairs.
   __device__ __forceinline__ uint32_t pair_in(uint32_t round) const {
     ptx::mbarrier_wait(drawn + 8 * (round % kRounds), round / kRounds & 1);
     return shared.pairs[round % kRounds];
   }
 
-  // The tile of this CTA in a pair. An example with 3 row pairs and 5 column tiles in bands of 2: pairs 0 and 1 are
-  // column tiles 0 and 1 of the first row pair, 2 and 3 of the second, 4 and 5 of the third; 6 and 7 are column tiles 2
-  // and 3 of the first.
+  // The tile of a pair that this CTA computes. An example with 3 pairs of token tiles and 5 column tiles in bands of 2:
+  // pairs 0 and 1 are column tiles 0 and 1 of the first pair of token tiles, pairs 2 and 3 those of the second, pairs 4
+  // and 5 those of the third; then come column tiles 2 and 3: pairs 6 and 7 are those of the first pair of token tiles.
   __device__ __forceinline__ FinishedTile tile_of_pair(uint32_t pair, uint32_t round) const {
     const uint32_t band_pairs = row_pairs * product.band_tiles;
     const uint32_t band = pair / band_pairs, within = pair - band * band_pairs;
@@ -161,8 +165,8 @@ struct PairCta {
     return {token_tile, static_cast<int>(first + within % width), static_cast<int>(rows), round & 1};
   }
 
-  // Called by the drawing thread of each CTA: fetches the pair of the round kDealtRounds after this one. The first CTA
-  // of the cluster draws the pair for both.
+  // Called by one thread of each CTA: gets the pair of the round that is kDealtRounds after `round`. The first CTA of
+  // the cluster draws the pair and sends its number to both CTAs.
   __device__ __forceinline__ void draw(uint32_t round, unsigned long long* counters) const {
     const uint32_t slot = (round + kDealtRounds) % kRounds, barrier = drawn + 8 * slot;
     ptx::mbarrier_arrive_expect_tx(barrier, sizeof(uint32_t));
@@ -173,7 +177,7 @@ struct PairCta {
   }
 };
 
-// The producer, one thread: copies this CTA's tile of x and, through `fetch`, its share of w.
+// The producer, which is one thread: copies this CTA's tile of x to the stages and, by calling `fetch`, its half of w.
 template <class Fetch>
 __device__ __forceinline__ void produce_pairs(const PairCta& cta, const CUtensorMap& x_map, const CUtensorMap& w_map,
                                               Fetch fetch) {
@@ -195,9 +199,9 @@ __device__ __forceinline__ void produce_pairs(const PairCta& cta, const CUtensor
   }
 }
 
-// Reports the neurons that fire in a tile, whose bits the finishing warps have set: passes all bits to `tell`, and
-// writes to `said` those that this CTA has not reported before. Called by one warp, in which lanes 4 w .. 4 w + 3 have
-// word w. Returns the number of neurons that fire.
+// Reports which neurons fire in a tile; the finishing warps have set a bit for each of them. Passes all bits to `tell`,
+// and writes 1 to `said` for the neurons that this CTA has not reported before. Called by one warp, in which lanes 4 w
+// .. 4 w + 3 have word w of the bits. Returns the number of neurons that fire.
 template <int kWords, class Tell>
 __device__ __forceinline__ int tell_fired(const PairCta& cta, const FinishedTile& of, uint8_t* said, Tell tell) {
   constexpr uint32_t kActive = kWords == 8 ? ~0u : (1u << 4 * kWords) - 1;
@@ -207,7 +211,7 @@ __device__ __forceinline__ int tell_fired(const PairCta& cta, const FinishedTile
   int in_union = 0;
   __syncwarp(kActive);
   if (lane % 4 == 0) {
-    cta.shared.fired[of.parity][lane / 4] = 0;  // set again two tiles later, after another barrier
+    cta.shared.fired[of.parity][lane / 4] = 0;  // these bits are set again two tiles later, behind another barrier
     cta.memory.fired[of.column_tile * kWords + lane / 4] = known | word;
     tell(of, lane, word);
     in_union = __popc(word);
@@ -218,12 +222,12 @@ __device__ __forceinline__ int tell_fired(const PairCta& cta, const FinishedTile
   return in_union;
 }
 
-// The three warps that finish tiles.
+// The role of the three finishing warps.
 template <int kWords, class Take, class Tell, class End>
 __device__ __forceinline__ void finish_pairs(const PairCta& cta, unsigned long long* counters, uint8_t* said, Take take,
                                              Tell tell, End end) {
   const int finisher = cta.warp - 1;
-  ptx::griddepcontrol_wait();  // until `clear` has zeroed the counters
+  ptx::griddepcontrol_wait();  // `clear` has zeroed the counters
   unsigned long long in_union = 0;
   uint32_t round = 0, pair;
   for (; (pair = cta.pair_in(round)) < cta.pairs; ++round) {
@@ -237,17 +241,17 @@ __device__ __forceinline__ void finish_pairs(const PairCta& cta, unsigned long l
       if (finisher == 0 && of.rows > 0 && cta.lane < 4 * kWords) in_union += tell_fired<kWords>(cta, of, said, tell);
     }
   }
-  cta.pair_in(round + kDealtRounds - 1);  // no one needs this pair, but it must arrive before this CTA ends
+  cta.pair_in(round + kDealtRounds - 1);  // wait, because the last pair must not arrive after this CTA has ended
   end(finisher);
   if (in_union != 0) atomicAdd(counters + kUnion, in_union);
 }
 
-// A consumer warp: multiplies tile after tile, and writes each as bf16 to shared memory.
+// The role of a consumer warp: multiplies one tile after another, and writes each tile as bf16 to shared memory.
 template <int kMajorMN, class Bf16>
 __device__ __forceinline__ void consume_pairs(const PairCta& cta, Bf16 bf16) {
   const uint32_t lane = cta.lane;
   const int warpgroup = cta.warp / 4 - 1;
-  const uint32_t row = (cta.warp - 4) * 16 + (lane & 15);  // the row whose address this lane gives to stmatrix
+  const uint32_t row = (cta.warp - 4) * 16 + (lane & 15);  // the row whose address this lane passes to stmatrix
   Ring ring;
   bool more = true;
   for (uint32_t round = 0; more; ++round) {
@@ -260,7 +264,7 @@ __device__ __forceinline__ void consume_pairs(const PairCta& cta, Bf16 bf16) {
                                  ahead);
     ptx::mbarrier_wait(cta.tile_free, round & 1 ^ 1);
 #pragma unroll
-    for (int j = 0; j < 16; ++j) {  // 16 columns: two 8-column blocks of both row halves
+    for (int j = 0; j < 16; ++j) {  // each j stores 16 columns: two 8-column blocks, rows 0-7 and 8-15
       ptx::stmatrix_x4(cta.memory.tile + tile_offset(row, 2 * j + lane / 16), bf16(j, d[8 * j], d[8 * j + 1]),
                        bf16(j, d[8 * j + 2], d[8 * j + 3]), bf16(j, d[8 * j + 4], d[8 * j + 5]),
                        bf16(j, d[8 * j + 6], d[8 * j + 7]));
@@ -270,16 +274,18 @@ __device__ __forceinline__ void consume_pairs(const PairCta& cta, Bf16 bf16) {
   }
 }
 
-// The whole body of a kernel of pairs.
+// The whole body of a kernel of pairs. Its parameters:
 //   kWords                    words of 32 neurons per column tile; 0 if the kernel does not count which neurons fire
-//   kMajorMN                  whether w is MN-major, as in multiply
-//   kFinishRegisters          registers per finishing thread; the more these have, the fewer the consumers have
+//   kMajorMN                  1 if w is MN-major, as in multiply
+//   kFinishRegisters          registers per finishing thread; consumers get fewer registers if this is larger
 //   counters                  kDrawn and kUnion are counted here
-//   said                      uint8 [neurons]: 1 is written for a neuron that fires
-//   fetch(column_tile, rank, kb, b, full)  starts the copy of CTA `rank`'s share of w to the stage's B of both CTAs
-//   bf16(j, low, high)        rounds two sums, which belong to the tile's 16 columns from 16 j on
-//   take(tile, warp, fired)   what finishing warp 0, 1 or 2 does with a finished tile; sets bits of neurons that fire
-//   tell(tile, lane, word)    called by lanes 4 w of one warp, once all three have taken the tile: word w of these bits
+//   said                      uint8 [neurons]: set to 1 for each neuron that fires
+//   fetch(column_tile, rank, kb, b, full)  starts the copy of CTA `rank`'s half of w to B of the stage in both CTAs
+//   bf16(j, low, high)        rounds two sums of the tile's columns 16 j .. 16 j + 15 to bf16
+//   take(tile, warp, fired)   called by finishing warp 0, 1 or 2: processes a finished tile, and sets the bits of the
+//                             neurons that fire in `fired`
+//   tell(tile, lane, word)    called by lanes 4 w of one warp after all three warps have taken the tile; `word` is word
+//                             w of `fired`
 //   end(warp)                 called by the finishing warps after the last tile
 template <int kWords, int kMajorMN, int kFinishRegisters = kProducerRegisters, class Fetch, class Bf16, class Take,
           class Tell, class End>
@@ -309,7 +315,7 @@ __device__ __forceinline__ void multiply_pairs(const PairMemory& memory, const P
     ptx::setmaxnreg_inc<kMultiplyRegisters>();
     consume_pairs<kMajorMN>(cta, bf16);
   }
-  ptx::cluster_sync();  // the other CTA may still write to this one's shared memory
+  ptx::cluster_sync();  // until then, the other CTA may write to this CTA's shared memory
 }
 
 }  // namespace sparsellm

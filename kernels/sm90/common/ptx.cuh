@@ -1,9 +1,10 @@
 // PTX of sm_90a, one instruction (or one idiom) per function, no policy. Names follow the PTX ISA.
 //
-// Shared memory is written through two proxies: ordinary stores and cp.async use the generic proxy, TMA the async
-// proxy. WGMMA and bulk copies read through the async proxy. So a fence_proxy_async() is needed between a write of the
-// generic proxy and such a read: in the writing thread, before the barrier that hands the data over. The writes of
-// cp.async are complete only when its barrier is, so for those the fence is in the reading thread, after that barrier.
+// Shared memory is written through two proxies: ordinary stores and cp.async use the generic proxy, TMA uses the async
+// proxy. WGMMA and bulk copies read through the async proxy, so without a fence_proxy_async() they may read stale data
+// where the generic proxy has written. For ordinary stores, the writing thread executes the fence before it arrives at
+// the barrier that hands the data over. Data of cp.async have been written only when their barrier completes, so for
+// those the reading thread executes the fence, after it has waited for that barrier.
 #pragma once
 
 #include <cstdint>
@@ -36,8 +37,8 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, uint
                : "memory");
 }
 
-// Arrives at the barrier that has this shared address in CTA `rank` of the cluster. The arrival says that a stage has
-// been read, and publishes no data.
+// Arrives at the barrier that has this shared address in CTA `rank` of the cluster. Used by consumers to release a
+// stage: the arrival says that the stage has been read, and publishes no data.
 __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier, uint32_t rank) {
   asm volatile(
       "{\n .reg .b32 remote;\n mapa.shared::cluster.u32 remote, %0, %1;\n"
@@ -68,7 +69,7 @@ __device__ __forceinline__ void st_async_cluster(uint32_t address, uint32_t rank
       : "memory");
 }
 
-// Stores 16 bytes as the function above stores four.
+// Like st_async_cluster above, but stores 16 bytes.
 __device__ __forceinline__ void st_async_cluster(uint32_t address, uint32_t rank, uint4 v, uint32_t barrier) {
   asm volatile(
       "{\n .reg .b32 remote, remote_barrier;\n mapa.shared::cluster.u32 remote, %0, %2;\n"
@@ -168,7 +169,7 @@ __device__ __forceinline__ void cp_async_row_16(uint32_t destination, const void
       : "memory");
 }
 
-// Copies 16 bytes as the function above, from an address instead of a row.
+// Like cp_async_row_16, but the caller passes the source address instead of a row.
 __device__ __forceinline__ void cp_async_16_or_zeros(uint32_t destination, const void* source, uint32_t bytes) {
   asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(bytes)
                : "memory");
@@ -227,7 +228,8 @@ __device__ __forceinline__ void bulk_load(uint32_t destination, const void* sour
       : "memory");
 }
 
-// As above, to every CTA of the cluster whose bit is set in `ctas`, at the same shared addresses in each.
+// Like bulk_load, but copies to every CTA of the cluster whose bit is set in `ctas`, at the same shared addresses in
+// each.
 __device__ __forceinline__ void bulk_load_multicast(uint32_t destination, const void* source, uint32_t bytes,
                                                     uint32_t barrier, uint16_t ctas) {
   asm volatile(
@@ -237,8 +239,8 @@ __device__ __forceinline__ void bulk_load_multicast(uint32_t destination, const 
       : "memory");
 }
 
-// If `some`, arrives at the barrier with `bytes` to expect, and issues the bulk_load; without a branch, around which
-// the compiler would serialize the WGMMAs.
+// If `some` is true, arrives at the barrier, adds `bytes` to its expected transaction count, and issues the bulk copy.
+// The instructions are predicated, because the compiler would serialize WGMMAs around a branch.
 __device__ __forceinline__ void bulk_load_if(bool some, uint32_t destination, const void* source, uint32_t bytes,
                                              uint32_t barrier) {
   asm volatile(
@@ -250,7 +252,8 @@ __device__ __forceinline__ void bulk_load_if(bool some, uint32_t destination, co
       : "memory");
 }
 
-// Copies `bytes` (a multiple of 16) from shared to global memory, both aligned to 16, in this thread's current group.
+// Copies `bytes` (a multiple of 16) from shared to global memory, as part of this thread's current bulk group. Source
+// and destination are 16-byte aligned.
 __device__ __forceinline__ void bulk_store(void* destination, uint32_t source, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination), "r"(source), "r"(bytes)
                : "memory");
@@ -281,7 +284,8 @@ __device__ __forceinline__ void tma_load_2d(uint32_t destination, const CUtensor
       : "memory");
 }
 
-// As above, to every CTA of the cluster whose bit is set in `ctas`, at the same shared addresses in each.
+// Like tma_load_2d, but copies to every CTA of the cluster whose bit is set in `ctas`, at the same shared addresses in
+// each.
 __device__ __forceinline__ void tma_load_2d_multicast(uint32_t destination, const CUtensorMap* map, int column, int row,
                                                       uint32_t barrier, uint16_t ctas) {
   asm volatile(
@@ -363,7 +367,7 @@ __device__ __forceinline__ void st_shared_u16(uint32_t address, uint16_t v) {
   asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(v) : "memory");
 }
 
-// Stores as the function above if index < limit, without a branch.
+// Like st_shared_u16, but stores only if index < limit, by a predicated instruction instead of a branch.
 __device__ __forceinline__ void st_shared_u16_below(uint32_t index, uint32_t limit, uint32_t address, uint16_t v) {
   asm volatile("{\n .reg .pred p;\n setp.lt.u32 p, %0, %1;\n @p st.shared.u16 [%2], %3;\n}" ::"r"(index), "r"(limit),
                "r"(address), "h"(v)
@@ -378,7 +382,7 @@ __device__ __forceinline__ uint32_t cvt_bf16x2(float low, float high) {
   return r;
 }
 
-// Converts max(low, 0) and max(high, 0) in the same way; NaN stays NaN.
+// Like cvt_bf16x2 of max(low, 0) and max(high, 0); NaN stays NaN.
 __device__ __forceinline__ uint32_t cvt_relu_bf16x2(float low, float high) {
   uint32_t r;
   asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));

@@ -1,9 +1,10 @@
-// The parts that all WGMMA products share: 128 rows x up to 256 columns, k in stages of 64.
+// What all WGMMA products share: an output tile of 128 rows x up to 256 columns, and stages of 64 along k.
 //
-// A CTA has three warpgroups: one that fills shared memory and does all other work (its four warps have different
-// roles), and two consumers of 64 rows each, whose accumulators stay in registers. Stages circulate between them under
-// full/empty barriers. In pairs.cuh there are three stages of 48 KB, and 64 KB more hold a finished 128 x 256 tile
-// while the next tile is multiplied; the other kernels define their own number of stages.
+// A CTA has three warpgroups. The first fills shared memory and does all other work; its four warps have different
+// roles. The other two are the consumers: each multiplies 64 rows, with its accumulators in registers. The first
+// warpgroup hands stages over by full barriers, and gets them back by empty barriers. pairs.cuh uses three stages of 48
+// KB, and 64 KB more for a finished 128 x 256 tile, so that the finished tile can be read while the next tile is
+// multiplied. Other kernels define their own number of stages.
 #pragma once
 
 #include "common/ptx.cuh"
@@ -14,10 +15,10 @@ namespace sparsellm {
 
 constexpr int kTileM = 128;
 constexpr int kTileN = 256;
-constexpr int kTileK = 64;  // one 128-byte row of bf16: the swizzle's width
+constexpr int kTileK = 64;  // 64 bf16 values are one 128-byte row, the width of the swizzle
 static_assert(kTileM == kTokenTile && kTileN == kColumnTile, "a product's tile must be a tile of the packed format");
 constexpr int kStages = 3;
-constexpr int kBlockColumns = 64;  // columns are counted in blocks of 64: n of a product is 64, 128, 192 or 256
+constexpr int kBlockColumns = 64;  // n of a WGMMA is a multiple of 64 columns here: 64, 128, 192 or 256
 
 constexpr uint32_t kABytes = kTileM * kTileK * 2;
 constexpr uint32_t kBBytes = kTileN * kTileK * 2;
@@ -55,24 +56,26 @@ __device__ __forceinline__ uint32_t swizzle_128(uint32_t row, uint32_t chunk) {
   return row * 128 + ((chunk ^ (row & 7)) << 4);
 }
 
-// The default for `ahead` of multiply: nothing to do.
+// The default for `ahead` of multiply: does nothing.
 struct Nothing {
   __device__ __forceinline__ void operator()() const {}
 };
 
-// d = A B over `count` stages, count >= 1, for one consumer warpgroup. `release(stage)` tells the producer that a stage
-// may be filled again; ahead() runs while the last stage is multiplied. b_offset: bytes from a stage's B to this
-// warpgroup's B.
-// kCopied: cp.async wrote (part of) the stages, and the kernel is memory-bound. Then a stage is released before the
-// next one is started, while the other warpgroup's product runs, rather than after.
-// B is K-major [64 kBlocks, 64] or MN-major [64, 64 kBlocks] in panels of 64 columns.
+// Computes d = A B over `count` >= 1 stages. Called by one consumer warpgroup. `release(stage)` tells the producer that
+// a stage may be filled again. ahead() runs while the last stage is multiplied. b_offset: the distance in bytes from a
+// stage's B to the part of B that this warpgroup multiplies.
+// kCopied: true if cp.async wrote the stages or parts of them. Such kernels are memory-bound, so a stage is released as
+// early as possible: the warpgroup waits until its product has ended and releases the stage before it issues the next
+// product; the other warpgroup's product keeps the tensor cores busy meanwhile. If kCopied is false, the next product
+// is issued first.
+// B is K-major [64 kBlocks, 64], or MN-major [64, 64 kBlocks] in panels of 64 columns.
 template <int kBlocks, int kBMajorMN, bool kCopied = true, int kCount, class Release, class Ahead = Nothing>
 __device__ __forceinline__ void multiply(float (&d)[32 * kBlocks], RingOf<kCount>& ring, int count, uint32_t stages,
                                          uint32_t b_offset, uint32_t full, int warpgroup, Release release,
                                          Ahead ahead = {}) {
   constexpr uint32_t kStepA = 32;
   constexpr uint32_t kStepB = kBMajorMN ? 16 * 128 : 32;
-  constexpr uint32_t kPanel = kTileK * 128;  // MN-major: 64 rows of k, 64 columns each
+  constexpr uint32_t kPanel = kTileK * 128;  // bytes of an MN-major panel: 64 rows of k, 64 columns each
   const uint64_t first_a = ptx::wgmma_descriptor(stages + warpgroup * (kABytes / 2), 16, 1024);
   const uint64_t first_b = ptx::wgmma_descriptor(stages + kABytes + b_offset, kBMajorMN ? kPanel : 16, 1024);
   const auto issue = [&](bool first) {
@@ -109,7 +112,7 @@ __device__ __forceinline__ void multiply(float (&d)[32 * kBlocks], RingOf<kCount
   release(previous);
 }
 
-// Skips `count` stages that this warpgroup does not need.
+// Waits for `count` stages that this warpgroup does not multiply, and releases each at once.
 template <int kCount, class Release>
 __device__ __forceinline__ void pass_by(RingOf<kCount>& ring, int count, uint32_t full, Release release) {
   for (int i = 0; i < count; ++i) {

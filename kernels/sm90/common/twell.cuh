@@ -8,15 +8,15 @@ namespace sparsellm {
 
 __device__ __forceinline__ uint32_t pack_word(uint32_t bf16_bits, uint32_t column) { return bf16_bits << 16 | column; }
 
-// The counts of all segments of a packed gate with up to kCountedTokens tokens: [NT, kCountedTokens], undefined from M
-// on.
+// The number of nonzeros of every segment, for packed gates of up to kCountedTokens tokens: [NT, kCountedTokens].
+// Entries of tokens from M on are undefined.
 __device__ __forceinline__ uint16_t* tile_counts(const Packed& packed) {
   return reinterpret_cast<uint16_t*>(packed.row_counts + kCountedTokens);
 }
 
-// segment_of is the address of a segment (a token's words of one column tile), and word_offset the distance of its word
-// `index` from there: 8 words are contiguous, and the next 8 follow those of all column tiles. With 10 column tiles,
-// word 9 is at 80 + 1.
+// segment_of is the address of a segment, which is one token's words of one column tile. word_offset is the distance
+// from there to the segment's word `index`. Eight words of a segment are contiguous; the next eight come after the
+// first eight words of all the token's segments. With 10 column tiles, word 9 is at offset 80 + 1.
 __device__ __forceinline__ uint32_t* segment_of(const Packed& packed, int64_t token, int tile, int column_tiles) {
   return packed.words + token * (column_tiles * kTileWords) + tile * kSectorWords;
 }
@@ -24,25 +24,26 @@ __device__ __forceinline__ uint32_t word_offset(uint32_t index, int column_tiles
   return index / kSectorWords * (column_tiles * kSectorWords) + index % kSectorWords;
 }
 
-// Half i (0..7) of eight bf16 values.
+// Element i (0..7) of eight bf16 values.
 __device__ __forceinline__ uint32_t half_of(const uint4& v, int i) {
   const uint32_t w = i < 2 ? v.x : i < 4 ? v.y : i < 6 ? v.z : v.w;
   return i & 1 ? w >> 16 : w & 0xffff;
 }
 
-// Sets all bits of a half whose value is not zero. NaN is not zero, -0.0 is.
+// Sets all 16 bits of each bf16 value of a pair that is not zero, and clears all bits of a zero. NaN counts as nonzero,
+// -0.0 as zero.
 __device__ __forceinline__ uint32_t nonzero_halves(uint32_t pair) {
   return __hneu2_mask(reinterpret_cast<const __nv_bfloat162&>(pair), __nv_bfloat162(0.0f, 0.0f));
 }
 
-// Sets bit i if half i is not zero.
+// Sets bit i if bf16 value i of eight is not zero.
 __device__ __forceinline__ uint32_t nonzero_bits(const uint4& v) {
   const uint32_t spread = (nonzero_halves(v.x) & 0x00010001) | (nonzero_halves(v.y) & 0x00040004) |
                           (nonzero_halves(v.z) & 0x00100010) | (nonzero_halves(v.w) & 0x00400040);
   return (spread | spread >> 15) & 0xff;
 }
 
-// Sets bit 8 j + i if half i of v[j] is not zero.
+// Sets bit 8 j + i if bf16 value i of v[j] is not zero.
 __device__ __forceinline__ uint32_t nonzero_bits(const uint4 (&v)[4]) {
   uint32_t spread[2] = {};  // one word per two v: bits of even halves below, bits of odd halves above
 #pragma unroll
@@ -61,7 +62,7 @@ __device__ __forceinline__ uint32_t popc_bytes(uint32_t v) {
   return (v + (v >> 4)) & 0x0f0f0f0f;
 }
 
-// The sum of the values of the lower lanes: values 2, 0, 3, ... give 0, 2, 2, 5, ...
+// Returns the sum of the values of all lower lanes: values 2, 0, 3, ... give 0, 2, 2, 5, ...
 __device__ __forceinline__ uint32_t exclusive_scan(uint32_t value, uint32_t lane) {
   uint32_t sum = value;
 #pragma unroll
@@ -72,20 +73,21 @@ __device__ __forceinline__ uint32_t exclusive_scan(uint32_t value, uint32_t lane
   return sum - value;
 }
 
-// Packs the segments of four rows in one column tile, by all lanes of a warp. Lanes 8 r .. 8 r + 7 have row r of the
-// four; lane s of these eight has columns first + 64 j + 8 s .. + 7 for j = 0..3. For example, lane 10 has columns 16
-// to 23, 80 to 87, 144 to 151 and 208 to 215 of row 1.
-// chunks: the shared address of the lane's columns for j = 0; the columns for j are kApart j bytes further. Writes all
-// words of the segment except word 0, the count, which it returns. If the nonzeros do not fit in the words, writes the
-// segment's values to `wide`, which points to the row's column `first`. Writes nothing for a row that is not `some`,
-// and nothing for columns >= n. Sets bit 8 j + i of `seen` if column i of the lane's eight for j is not zero.
+// Packs the segments of four rows in one column tile. Called by all lanes of a warp. Lanes 8 r .. 8 r + 7 have row r of
+// the four; lane s of these eight has columns first + 64 j + 8 s .. + 7 for j = 0..3. For example, lane 10 has columns
+// 16 to 23, 80 to 87, 144 to 151 and 208 to 215 of row 1.
+// chunks: the shared address of the lane's columns for j = 0; its columns for other j are kApart j bytes further. The
+// function writes all words of the segment except word 0, and returns the count that belongs there. If the nonzeros do
+// not fit in the segment's words, it writes the row's 256 values to `wide`, which points to the row's column `first`,
+// instead. It writes nothing for a row for which `some` is false, and nothing for columns >= n. It sets bit 8 j + i of
+// `seen` if column i of the lane's eight columns for j is not zero.
 template <uint32_t kApart = 128>
 __device__ __forceinline__ uint32_t pack_four_rows(uint32_t chunks, bool some, uint32_t lane, uint32_t first, int64_t n,
                                                    int column_tiles, uint32_t* words, __nv_bfloat16* wide,
                                                    uint32_t& seen) {
   const uint32_t column = first + 8 * (lane % 8);
   uint4 v[4];
-  uint32_t there = 0;  // Beyond the last column, w is read as zeros, but zero times an infinite x is NaN.
+  uint32_t there = 0;  // Columns from n on are masked: w is zero there, but zero times an infinite x is NaN.
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     v[j] = ptx::ld_shared_v4(chunks + kApart * j);
@@ -94,7 +96,7 @@ __device__ __forceinline__ uint32_t pack_four_rows(uint32_t chunks, bool some, u
   const uint32_t bits = nonzero_bits(v) & (some ? there : 0);
   if (!__any_sync(~0u, bits != 0)) return 0;
   seen |= bits;
-  const uint32_t mine = popc_bytes(bits);  // byte j is the count for j
+  const uint32_t mine = popc_bytes(bits);  // byte j: the lane's number of nonzeros for j
   uint32_t sums = mine;
 #pragma unroll
   for (int offset = 1; offset < 8; offset *= 2) {
@@ -104,7 +106,8 @@ __device__ __forceinline__ uint32_t pack_four_rows(uint32_t chunks, bool some, u
   const uint32_t totals = __shfl_sync(~0u, sums, 7, 8);  // at most 64 per byte
   const uint32_t count = __dp4a(totals, 0x01010101u, 0u);
   if (count < kTileWords) {
-    uint32_t at = sums - mine + totals * 0x01010100u;  // byte j: how many nonzeros of the row come before those of j
+    uint32_t at = sums - mine + totals * 0x01010100u;  // byte j: how many nonzeros of the row come before the lane's
+                                                       // first one for j
     for (uint32_t rest = bits; rest != 0; rest &= rest - 1) {
       const uint32_t bit = __ffs(rest) - 1, shift = bit & 24, i = bit & 7;
       const uint32_t value = ptx::ld_shared_u16(chunks + kApart / 8 * shift + 2 * i);
@@ -122,7 +125,8 @@ __device__ __forceinline__ uint32_t pack_four_rows(uint32_t chunks, bool some, u
   return count;
 }
 
-// Adds the `seen` of pack_four_rows to the bits of 256 columns in shared memory, by all lanes of a warp.
+// Sets the bits of the columns that fire, as `seen` of pack_four_rows has them, in a bit mask of 256 columns in shared
+// memory. Called by all lanes of a warp.
 __device__ __forceinline__ void add_fired(uint32_t* fired, uint32_t seen, uint32_t lane) {
   seen |= __shfl_xor_sync(~0u, seen, 8);
   seen |= __shfl_xor_sync(~0u, seen, 16);

@@ -1,9 +1,11 @@
-// WGMMA, bf16 x bf16 + float32, m64 n(64 * kBlocks) k16: one warpgroup, both operands in shared memory.
+// WGMMA: D [64, n] = A [64, 16] B [16, n], bf16 operands, float32 accumulators, n = 64 kBlocks. One warpgroup executes
+// it; both operands are in shared memory.
 //
-// A [64, 16] is K-major; B is K-major ([n, k] rows of k) or MN-major ([k, n] rows of n). Every operand is in panels of
-// 128-byte rows with the 128-byte swizzle: 16-byte chunk c of row r is stored at chunk c ^ (r & 7), panels aligned to
-// 1,024 bytes. Accumulator: d[4 j + 0, 1] are row lane / 4, columns 8 j + 2 (lane % 4) + 0, 1 of the warp's 16 rows;
-// d[4 j + 2, 3] are the same columns of row lane / 4 + 8.
+// A is K-major. B is either K-major (stored as n rows that run along k) or MN-major (stored as k rows that run along
+// n). Operands are stored in panels of 128-byte rows with the 128-byte swizzle: 16-byte chunk c of row r is at chunk c
+// ^ (r & 7). Panels are aligned to 1,024 bytes. In accumulator registers, j counts groups of 8 columns: d[4 j] and d[4
+// j + 1] are row lane / 4 of the warp's 16 rows, columns 8 j + 2 (lane % 4) and the next one; d[4 j + 2] and d[4 j + 3]
+// are the same columns of row lane / 4 + 8.
 #pragma once
 
 #include <cstdint>
@@ -19,15 +21,16 @@ __device__ __forceinline__ void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Matrix descriptors. Strides in bytes. K-major: `stride` between groups of 8 rows (1,024), `leading` unused.
-// MN-major: `leading` between panels of 64 elements along MN, `stride` between groups of 8 rows of k.
+// Makes a matrix descriptor; leading and stride are in bytes. K-major: `stride` is the distance between groups of 8
+// rows (1,024), and `leading` is unused. MN-major: `leading` is the distance between panels of 64 elements along MN,
+// and `stride` the distance between groups of 8 rows of k.
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address, uint32_t leading, uint32_t stride) {
   constexpr uint64_t kSwizzle128B = 1ull << 62;
   return kSwizzle128B | static_cast<uint64_t>(stride >> 4) << 32 | static_cast<uint64_t>(leading >> 4) << 16 |
          ((address & 0x3ffff) >> 4);
 }
 
-// The descriptor of the data `bytes` (a multiple of 16) further, in the same shared memory.
+// The same descriptor for data that lie `bytes` (a multiple of 16) further on in shared memory.
 __device__ __forceinline__ uint64_t advanced(uint64_t descriptor, uint32_t bytes) {
   return (descriptor & ~0xffffffffull) | (static_cast<uint32_t>(descriptor) + (bytes >> 4));
 }

@@ -1,7 +1,8 @@
-// The dense engine's arithmetic between its products, two bf16 values at a time: in kernels of its own (pointwise.cu),
-// and at the end of a product (hidden.cu, gradient.cu).
+// The arithmetic of the dense engine between its matrix products, on pairs of bf16 values. Kernels of their own use it
+// (pointwise.cu), and so do the products' epilogues (hidden.cu, gradient.cu).
 //
-// Numerics: h = g u is rounded to bf16 once; dh + dl1 sign(h) in float32, times g or u, rounded to bf16 once.
+// Numerics: h = g u is rounded to bf16 once. dh + dl1 sign(h) is computed in float32, multiplied by g or u, and rounded
+// to bf16 once.
 #pragma once
 
 #include "common/ptx.cuh"
@@ -26,7 +27,7 @@ __device__ __forceinline__ uint4 product(const uint4& g, const uint4& u) {
   return make_uint4(product(g.x, u.x), product(g.y, u.y), product(g.z, u.z), product(g.w, u.w));
 }
 
-// |a| + |b| + ... of eight values.
+// The sum of the absolute values of eight bf16 values.
 __device__ __forceinline__ float magnitudes(const uint4& h) {
   const auto of_two = [](uint32_t pair) {
     return fabsf(__uint_as_float(pair << 16)) + fabsf(__uint_as_float(pair & 0xffff0000));
@@ -52,7 +53,7 @@ __device__ __forceinline__ Gradients gradients(const uint4& g8, const uint4& u8,
     for (int side = 0; side < 2; ++side) {
       const auto value = [&](uint32_t pair) { return __uint_as_float(side == 0 ? pair << 16 : pair & 0xffff0000); };
       const float g = value(gs[i]), h = value(hs[i]), u = kGated ? value(us[i]) : 1.0f;
-      const float sign = !kGated || h > 0.0f ? 1.0f : h < 0.0f ? -1.0f : h;  // NaN for NaN
+      const float sign = !kGated || h > 0.0f ? 1.0f : h < 0.0f ? -1.0f : h;  // sign(NaN) is NaN
       const float total = value(dhs[i]) + dl1 * sign;
       dz2[side] = g != 0.0f ? total * u : 0.0f;
       du2[side] = total * g;

@@ -2,15 +2,15 @@
 // many nonzeros g has. The factors g and u are written only if the caller asks for them. Non-gated (w_up is null):
 // h = relu(x w_gate^T).
 //
-// The kernel is a product of pairs (common/pairs.cuh). In a gated layer, a column tile of 256 columns is 128 neurons
-// twice: 128 rows of w_gate, which the first CTA of a cluster fetches, and the same 128 rows of w_up, which the second
-// CTA fetches. So a finished tile has g in columns 0 to 127 and u in columns 128 to 255, and three warps compute h from
-// them while the next tile is multiplied.
+// The kernel is a product of pairs (common/pairs.cuh). In a gated layer, the 256 columns of a column tile are 128 rows
+// of w_gate and the same 128 rows of w_up. The first CTA of a cluster fetches the rows of w_gate, the second CTA those
+// of w_up, and each multicasts them to both. So a finished tile has g in columns 0 to 127 and u in columns 128 to 255,
+// and three warps compute h from these while the next tile is multiplied.
 //
 // Numerics: products are accumulated in float32 over K and rounded to bf16 once; the ReLU is exact, and NaN stays NaN;
-// h is rounded to bf16 once. A neuron is active if g is not zero; NaN is active. l1 is a float32 sum of |h| as rounded,
-// in a fixed order: within a thread, a warp, a tile, then over the tiles by the last CTA. The bits are the same in
-// every run.
+// h is rounded to bf16 once. A neuron is active if g is not zero; NaN is active. l1 is the float32 sum of |h|, after
+// the rounding of h. It is added up in a fixed order: within a thread, a warp, a tile; then the last CTA adds the
+// tiles. The bits are the same in every run.
 #include "common/clear.cuh"
 #include "common/ordered_sum.cuh"
 #include "common/pairs.cuh"
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   constexpr int kLanes = kNeurons / 8;                    // lanes per row
   constexpr int kStep = 32 / kLanes;                      // rows that a warp processes at once
   extern __shared__ uint8_t raw[];
-  __shared__ float l1_warps[2][kFinishWarps];  // for two tiles, because warps may be a tile apart
+  __shared__ float l1_warps[2][kFinishWarps];  // [tile parity], because the three warps may be one tile apart
   __shared__ bool last;
   const PairMemory memory(raw);
   const uint32_t lane = threadIdx.x % 32, chunk = lane % kLanes;
@@ -53,7 +53,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   };
   const auto take = [&](const FinishedTile& of, int warp, uint32_t* fired) {
     const int64_t column = static_cast<int64_t>(of.column_tile) * kNeurons + 8 * chunk;
-    const int rows = column < n ? of.rows : 0;  // w is zero beyond the last neuron, but zero times an infinite x is not
+    const int rows = column < n ? of.rows : 0;  // columns beyond n are skipped: w is zero there, but zero times an
+                                                // infinite x is NaN
     uint32_t seen = 0;
     float sum = 0.0f;
 #pragma unroll 2
@@ -84,11 +85,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     const float* warps = l1_warps[of.parity];
     out.l1_partials[of.token_tile * pairs.column_tiles + of.column_tile] = (warps[0] + warps[1]) + warps[2];
   };
-  // The last CTA adds up l1.
+  // The CTA that finishes last adds up l1.
   const auto end = [&](int warp) {
     constexpr int kFinishThreads = 32 * kFinishWarps;
     if (nonzeros != 0) atomicAdd(out.counters + kNonzeros, nonzeros);
-    if (warp == 0 && lane == 0) {  // the thread that has written the partial sums
+    if (warp == 0 && lane == 0) {  // this thread has written the CTA's partial sums
       __threadfence();
       last = atomicAdd(out.tickets(), 1) == gridDim.x - 1;
     }

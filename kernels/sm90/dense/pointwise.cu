@@ -1,14 +1,16 @@
-// pointwise: h = relu(z) * u, and the statistics: l1, which neurons fire, nonzeros, union. pointwise is the dense
-// engine's elementwise half for few tokens, in one pass over memory. A CTA has 128 tokens x 64 columns; a lane has
-// eight columns of several rows, and issues all loads before it uses a value. pointwise_hidden computes h alone, for
-// callers that do not read the statistics; pointwise_gradient is the elementwise half of the backward pass.
+// The elementwise kernels of the dense engine, for few tokens. pointwise computes h = relu(z) * u and the statistics
+// (l1, which neurons fire, the number of nonzeros, the union) in one pass over memory. Its CTAs have 128 tokens x 64
+// columns each; a lane has eight columns of several rows, and issues all its loads before it uses a value.
+// pointwise_hidden computes h alone, for callers that do not read the statistics. pointwise_gradient is used in the
+// backward pass.
 //
-// h may be z or u itself (a thread reads every element before it writes it), but must not overlap them otherwise.
-// Non-gated (u is null): h = relu(z). l1_partials is 16-byte aligned.
+// h may be z or u itself, because a thread reads each element before it writes it; h must not overlap z or u in any
+// other way. Non-gated (u is null): h = relu(z). l1_partials is 16-byte aligned.
 //
 // Numerics: relu(z) is exact, -0.0 gives 0.0, and NaN gives the canonical NaN; h is rounded to bf16 once. A neuron is
-// active if relu(z) is not zero; NaN is active. l1 is a float32 sum of |h| as rounded, in a fixed order: within a
-// thread, a warp, a CTA, then over the CTAs by the last one. The bits are the same in every run.
+// active if relu(z) is not zero; NaN is active. l1 is the float32 sum of |h|, after the rounding of h. It is added up
+// in a fixed order: within a thread, a warp, a CTA; then the last CTA adds the CTAs. The bits are the same in every
+// run.
 #include "common/clear.cuh"
 #include "common/host.h"
 #include "common/ordered_sum.cuh"
@@ -32,11 +34,11 @@ struct CtaStatistics {
   bool& last;
 };
 
-// Adds one CTA's complete statistics to those of the call, by all threads of the CTA. The CTA that does so last adds up
-// l1, in order.
+// Adds one CTA's statistics to those of the call. Called by all threads of the CTA, when `own` is complete except for
+// `last`. The last CTA that calls it adds up l1, in a fixed order.
 __device__ __forceinline__ void add_statistics(const CtaStatistics& own, int64_t first_column, float* l1_partials,
                                                float* l1, uint8_t* fired, unsigned long long* counters) {
-  ptx::griddepcontrol_wait();  // until `clear` has zeroed the statistics
+  ptx::griddepcontrol_wait();  // `clear` has zeroed the statistics
   if (threadIdx.x < kPointwiseColumns && (own.seen_words[threadIdx.x / 32] >> threadIdx.x % 32 & 1) != 0) {
     fired[first_column + threadIdx.x] = 1;
   }
@@ -50,7 +52,8 @@ __device__ __forceinline__ void add_statistics(const CtaStatistics& own, int64_t
     for (int w = 0; w < kPointwiseColumns / 32; ++w) in_union += __popc(own.seen_words[w]);
     l1_partials[blockIdx.x] = cta_sum;
     __threadfence();
-    own.last = atomicAdd(counters + kCounters, 1) == gridDim.x - 1;  // the tickets
+    own.last = atomicAdd(counters + kCounters, 1) == gridDim.x - 1;  // the last counter is the number of CTAs that are
+                                                                     // done
     if (cta_nonzeros != 0) {
       atomicAdd(counters + kNonzeros, static_cast<unsigned long long>(cta_nonzeros));
       atomicAdd(counters + kUnion, static_cast<unsigned long long>(in_union));
@@ -108,7 +111,7 @@ __global__ void __launch_bounds__(kPointwiseThreads, 4)
   nonzeros = __reduce_add_sync(~0u, nonzeros);
 #pragma unroll
   for (int offset = kPointwiseLanes; offset < 32; offset *= 2) seen |= __shfl_xor_sync(~0u, seen, offset);
-  __syncthreads();  // seen_words is clear
+  __syncthreads();  // seen_words has been zeroed
   if (seen != 0 && lane < kPointwiseLanes) atomicOr(&seen_words[chunk / 4], seen << (chunk % 4 * 8));
   if (lane == 0) {
     l1_warps[warp] = sum;
@@ -118,18 +121,18 @@ __global__ void __launch_bounds__(kPointwiseThreads, 4)
   add_statistics({seen_words, l1_warps, nonzeros_warps, last}, first_column, l1_partials, l1, fired, counters);
 }
 
-// h from z and u, elementwise: a thread has eight entries. h may be z or u.
+// Computes h from z and u; a thread has eight entries. h may be z or u.
 template <bool kGated>
 __global__ void __launch_bounds__(kPointwiseThreads)
     pointwise_hidden_kernel(const uint4* z, const uint4* u, int64_t eights, uint4* h) {
-  ptx::griddepcontrol_wait();  // until the previous product is done
+  ptx::griddepcontrol_wait();  // the previous product has been written
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kPointwiseThreads + threadIdx.x;
   if (at >= eights) return;
   const uint4 g = dense::relu(z[at]);
   h[at] = kGated ? dense::product(g, u[at]) : g;
 }
 
-// dz, du and h from z, u and dh, elementwise: a thread has eight entries at a time. dz may be dh.
+// Computes dz, du and h from z, u and dh; a thread has eight entries at a time. dz may be dh.
 template <bool kGated>
 __global__ void __launch_bounds__(kPointwiseThreads)
     pointwise_gradient_kernel(const uint4* z, const uint4* u, const uint4* dh, const float* dl1_at, int64_t eights,

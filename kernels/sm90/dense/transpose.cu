@@ -18,7 +18,8 @@ __device__ __forceinline__ void convert(float from, __nv_bfloat16& to) { to = __
 template <class From, class To>
 __global__ void __launch_bounds__(kTransposeThreads)
     transpose_kernel(const From* from, int64_t rows, int64_t columns, To* to) {
-  // [column][row], padded to the fewest possible bank conflicts of reads and writes; bf16 is read in pairs.
+  // [column][row]. Rows are padded so that reads and writes have as few bank conflicts as possible; bf16 is read in
+  // pairs.
   constexpr int kPitch = kSide + (sizeof(To) == 2 ? 2 : 1);
   __shared__ alignas(16) To tile[kSide * kPitch];
   const int64_t column0 = static_cast<int64_t>(blockIdx.x) * kSide, row0 = static_cast<int64_t>(blockIdx.y) * kSide;

@@ -1,13 +1,13 @@
-// gate_pack for the fewest tokens (decoding). The product is limited by reading w, which SMs should do from the first
-// moment to the last; all other time is latency.
+// gate_pack for up to 16 tokens (decoding). The product is limited by reading w, so every SM should read w all the
+// time; all time without such reads is latency.
 //
-// The four CTAs of a cluster share a column tile, 64 neurons each, with one CTA per SM: with more and smaller CTAs,
-// some SMs would have one CTA and some two, and those with two would finish last. The warps of a CTA share K, and each
-// multiplies all neurons and tokens of the CTA with mma.sync. A lane copies the part of w that it multiplies itself,
-// through its own shared memory. A cluster reads x once: each CTA copies its share of the tokens to all four, a round
-// of K at a time. No warp waits for another warp's w before all have their sums. The sums are added in order, warp by
-// warp, and sent as bf16 to the first CTA's shared memory, and the first CTA packs them. Numerics: as in the kernel for
-// many tokens.
+// The four CTAs of a cluster share a column tile, 64 neurons each. There is one CTA per SM: with more and smaller CTAs,
+// some SMs would have two, and would finish last. The warps of a CTA divide K: each multiplies all neurons and tokens
+// of the CTA over its own columns of k, with mma.sync. Each lane copies exactly the part of w that it multiplies to
+// shared memory, so a warp needs no barrier with other warps for w; the first barrier comes when all warps have their
+// sums. x is read once per cluster: each CTA copies its share of the tokens to all four CTAs, one round (512 columns of
+// k) at a time. At the end, each CTA adds its warps' sums in order and sends them as bf16 to the shared memory of the
+// cluster's first CTA, which packs them. Numerics: as in the kernel for many tokens.
 #pragma once
 
 #include "gate_pack/pack.cuh"
@@ -19,34 +19,36 @@ constexpr int kFewestTokens = 16;
 namespace fewest {
 
 constexpr int kWarps = 8;             // warps that multiply
-constexpr int kFeedingWarp = kWarps;  // one more warp, which fetches x
+constexpr int kFeedingWarp = kWarps;  // one additional warp, which fetches x
 constexpr int kThreads = 32 * (kWarps + 1);
 constexpr int kCluster = 4;
 constexpr int kNeurons = kColumnTile / kCluster;
-constexpr int kDepth = 4;          // pieces in flight per warp, each 32 columns of k of all the CTA's neurons
-constexpr uint32_t kCopied = 512;  // bytes of a warp's copy: 64 of each of eight rows, 16 per lane
+constexpr int kDepth = 4;          // pieces in flight per warp. A piece is 32 columns of k of all the CTA's neurons
+constexpr uint32_t kCopied = 512;  // bytes that a warp copies at once: 64 bytes of each of eight rows, 16 per lane
 constexpr int kNeuronCopies = kNeurons / 8;
 constexpr uint32_t kPiece = kNeuronCopies * kCopied;
 constexpr uint32_t kOfWarp = kDepth * kPiece;
-constexpr int kRound = 64 * kWarps;                // columns of k: two pieces of each warp
-constexpr uint32_t kTokenPitch = kRound * 2 + 64;  // bytes of a token's round: 64 bytes of two rows together use all
-                                                   // banks
-// Shared memory holds the rows of three rounds of 16 tokens, or of more rounds of fewer tokens, up to kSlots.
+constexpr int kRound = 64 * kWarps;                // columns of k per round: each warp has two pieces
+constexpr uint32_t kTokenPitch = kRound * 2 + 64;  // bytes between tokens. The padding lets 64 bytes of two rows use
+                                                   // all banks
+// Shared memory holds x of three rounds of 16 tokens or, if there are fewer tokens, of up to kSlots rounds.
 constexpr int kTokenRows = 3 * kFewestTokens;
 constexpr int kSlots = 8;
-constexpr uint32_t kSumPitch = kNeurons + 8;  // floats of a token's sums: eight tokens together use all banks
+constexpr uint32_t kSumPitch = kNeurons + 8;  // floats between tokens. The padding lets the sums of eight tokens use
+                                              // all banks
 constexpr uint32_t kPitch =
-    kColumnTile * 2 + 16;  // bytes of a token's row of the tile: chunks of eight together use all banks
+    kColumnTile * 2 + 16;  // bytes between tokens in the tile. The padding lets the chunks of eight tokens use all
+                           // banks
 
 // Spreads the lowest four bits to a byte each: 0b1011 gives 0x01000101.
 __device__ __forceinline__ uint32_t bytes_of(uint32_t bits) { return (bits & 0xf) * 0x00204081 & 0x01010101; }
 
 struct Shared {
   uint4 pieces[kWarps * kOfWarp / 16];
-  uint4 tokens[kTokenRows * kTokenPitch / 16];  // [slots, m] rows
-  uint4 tile[kFewestTokens * kPitch / 16];      // [m] rows of 256 columns, rank 0's
-  uint64_t full[kSlots], empty[kSlots];         // barriers: x of a round
-  uint64_t finished;                            // barrier: the tile, in rank 0
+  uint4 tokens[kTokenRows * kTokenPitch / 16];  // [slots, m] rows: x of the rounds in flight
+  uint4 tile[kFewestTokens * kPitch / 16];      // [m] rows of 256 columns; used in rank 0
+  uint64_t full[kSlots], empty[kSlots];         // barriers of the slots: x of a round has arrived, has been read
+  uint64_t finished;                            // barrier in rank 0: the tile has arrived
   uint32_t fired[kColumnTile / 32];
   Sums totals;
 };
@@ -54,8 +56,8 @@ static_assert(sizeof(Shared) <= kMaxSharedBytes, "Shared must fit in one CTA's s
 static_assert(kDepth % 2 == 0, "kDepth must be even: each round takes two slots, one per half");
 static_assert(kFewestTokens * kSumPitch * sizeof(float) <= kOfWarp, "a warp's sums must fit in place of its pieces");
 
-// One CTA. Arrays in registers are locals: as members, they would keep the scalars next to them in local memory until
-// loops are unrolled.
+// One CTA. Arrays in registers are locals of functions: if they were members, the members next to them would stay in
+// local memory until loops are unrolled.
 struct FewestCta {
   Shared& shared;
   const __nv_bfloat16* x;
@@ -71,7 +73,7 @@ struct FewestCta {
   uint32_t column, neuron;  // the first column of the tile; this CTA's first neuron
   uint32_t row_bytes;
   int rounds;
-  int slot = 0;  // of x, and its parity
+  int slot = 0;  // the current slot of x, and the parity of its barriers' phase
   uint32_t parity = 0;
 
   __device__ __forceinline__ FewestCta(Shared& shared, const __nv_bfloat16* x, const __nv_bfloat16* w, int m, int64_t n,
@@ -118,7 +120,7 @@ struct FewestCta {
     __syncwarp();
   }
 
-  // The feeding warp: copies this CTA's tokens, rank, rank + 4, ..., to all CTAs of the cluster, a round of k at a
+  // The role of the feeding warp: copies tokens rank, rank + 4, ... of x to all CTAs of the cluster, one round at a
   // time.
   __device__ __forceinline__ void feed(int zeroed) {
     for (int i = lane; blockIdx.x == 0 && i < zeroed; i += 32) out.counters[i] = 0;
@@ -139,14 +141,15 @@ struct FewestCta {
     __syncwarp();
   }
 
-  // A piece has 64 bytes of k of each row. Lane l loads 16 of these bytes, chunk l % 4 of row l / 4 of eight, both for
-  // tokens and for neurons. mma.sync assigns other columns of k to the lane, but both operands use the same columns, so
-  // the sum is over the same products. A warp has two neighbouring pieces of a round.
+  // A piece has 64 bytes of k of each row. Lane l loads 16 of these bytes: chunk l % 4 of row l / 4 of eight rows, both
+  // of tokens and of neurons. mma.sync expects other columns of k in this lane. That does not matter: both operands
+  // have the same columns in the same positions, so the same products are summed. A warp has two neighbouring pieces of
+  // each round.
   __device__ __forceinline__ uint32_t column_of(int round, int half) const {
     return round * kRound + warp * 64 + half * 32 + lane % 4 * 8;
   }
 
-  // Fetches this lane's part of a piece of w, for all neurons of the CTA.
+  // Requests this lane's part of a piece of w, for all neurons of the CTA.
   __device__ __forceinline__ void fetch(int round, int half, uint32_t to) const {
     if (round < rounds) {
       const int from = column_of(round, half);
@@ -156,16 +159,17 @@ struct FewestCta {
                              from < k && neuron + 8 * j < n ? 16 : 0);
       }
     }
-    ptx::cp_async_commit_group();  // empty after the last piece, because groups are counted
+    ptx::cp_async_commit_group();  // also if nothing was requested, because cp_async_wait_group counts groups
   }
 
-  // This lane's chunk of a token's row, in the first slot. A token that does not exist is replaced by a token that
-  // exists, because nothing reads the sums of such a token.
+  // The address of this lane's chunk of a token's row in slot 0. For a token >= m, this is the row of the last token:
+  // the sums of such a token are never read.
   __device__ __forceinline__ uint32_t row_of(int token) const {
     return tokens + min(token, m - 1) * kTokenPitch + warp * 128 + lane % 4 * 16;
   }
 
-  // The other warps: compute all products over their share of K, in float32, and write them to `sums`.
+  // The role of the other warps: each computes all products over its own columns of k in float32, and writes them to
+  // `sums`.
   __device__ __forceinline__ void multiply(float* sums) {
     const uint32_t mine = ptx::smem_address(shared.pieces) + warp * kOfWarp + 16 * lane;
 #pragma unroll
@@ -180,7 +184,7 @@ struct FewestCta {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         ptx::cp_async_wait_group<kDepth - 1>();
-        uint4 b[kNeuronCopies], low = {}, high = {};  // tokens 0..7, 8..15: zeros beyond column k
+        uint4 b[kNeuronCopies], low = {}, high = {};  // low: tokens 0..7, high: tokens 8..15; zeros beyond column k
 #pragma unroll
         for (int j = 0; j < kNeuronCopies; ++j) b[j] = ptx::ld_shared_v4(stage + j * kCopied);
         if (column_of(round, half) < k) {
@@ -196,7 +200,7 @@ struct FewestCta {
         stage += kPiece;
         if (stage == mine + kOfWarp) stage = mine;
       }
-      if (round + slots < rounds) {  // the warp that copies x waits for all warps that read it
+      if (round + slots < rounds) {  // x of a later round will be copied to this slot, so release it
         __syncwarp();
         if (lane < kCluster) ptx::mbarrier_arrive_cluster(empty + 8 * slot, lane);
       }
@@ -211,7 +215,7 @@ struct FewestCta {
     }
   }
 
-  // Adds the warps' sums, in order, and sends them as bf16 to the first CTA's tile.
+  // Adds the warps' sums in order, and sends the results as bf16 to the tile of the cluster's first CTA.
   __device__ __forceinline__ void add_warps(const float* sums, uint32_t tile) const {
     for (int i = threadIdx.x; i < m * (kNeurons / 8); i += kThreads) {
       const int token = i / (kNeurons / 8), octet = i % (kNeurons / 8);
@@ -231,7 +235,7 @@ struct FewestCta {
     }
   }
 
-  // The first CTA of a cluster packs the tile, four tokens per warp. counts: also adds to the counters.
+  // Called in the first CTA of a cluster: packs the tile, four tokens per warp. counts: whether to add to the counters.
   __device__ __forceinline__ void pack(uint32_t tile, bool counts) const {
     ptx::mbarrier_wait(finished, 0);
     if (const int first = 4 * warp; first < m) {
@@ -262,7 +266,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                             const Packed out, int zeroed) {
   extern __shared__ uint4 raw[];
   FewestCta cta(*reinterpret_cast<Shared*>(raw), x, w, m, n, k, slots, out);
-  float* sums = reinterpret_cast<float*>(cta.shared.pieces);  // [tokens, kSumPitch] of each warp, at the end
+  float* sums = reinterpret_cast<float*>(cta.shared.pieces);  // at the end, each warp's sums: [tokens, kSumPitch]
   if (cta.warp == kFeedingWarp) cta.init();
   ptx::cluster_arrive_relaxed();
   ptx::griddepcontrol_wait();
@@ -281,7 +285,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 }  // namespace fewest
 
-// zeroed: as in gate_pack_small.
+// zeroed: see gate_pack_small.
 inline cudaError_t gate_pack_fewest(const void* x, const void* w, int64_t m, int64_t k, int64_t n, const Packed& out,
                                     int64_t zeroed, cudaStream_t stream) {
   using namespace fewest;

@@ -15,9 +15,9 @@ struct Sums {
   }
 };
 
-// Packs the segments of four tokens in one column tile, by all lanes of a warp. Lanes 8 r .. 8 r + 7 pass the same
-// `token`, the r-th of the four; `some` is false if there is no such token. chunks, kApart, the result and `seen` are
-// those of pack_four_rows. counts: also add to row_counts and to the CTA's sums.
+// Packs the segments of four tokens in one column tile. Called by all lanes of a warp. Lanes 8 r .. 8 r + 7 pass the
+// same `token`, which is the r-th of the four; `some` is false if that token does not exist. chunks, kApart, the result
+// and `seen` are those of pack_four_rows. counts: whether to add to row_counts and to the CTA's sums.
 template <uint32_t kApart>
 __device__ __forceinline__ uint32_t pack_tokens(uint32_t chunks, int token, bool some, uint32_t lane, int64_t n,
                                                 int column_tile, int column_tiles, const Packed& out, Sums& sums,

@@ -1,10 +1,10 @@
-// Packs a gate product that is already in memory, for 65 to 1,535 tokens. So few tokens make too few of gate_pack's
-// large tiles to occupy all SMs, so the caller's library multiplies faster.
+// Packs a gate product that is already in memory, for 65 to 1,535 tokens. With so few tokens, there are too few of
+// gate_pack's large tiles to occupy all SMs, so the caller's library multiplies faster.
 //
-// The product z is in Packed::wide, where the values of wide segments belong; in wide segments, relu(z) replaces z. A
-// CTA has 128 tokens of one column tile; each of its warps packs four rows at a time.
+// The product z is in Packed::wide, bf16 [M, N]. The values of wide segments belong there too, so in wide segments
+// relu(z) replaces z. A CTA has 128 tokens of one column tile; each of its warps packs four rows at a time.
 //
-// Numerics: z is as the product wrote it, bf16; relu(z) is exact. Everything else is as in gate_pack.
+// Numerics: z is the library's result in bf16, and relu(z) is exact. Everything else is as in gate_pack.
 #pragma once
 
 #include "common/clear.cuh"
@@ -44,14 +44,14 @@ __global__ void __launch_bounds__(kThreads, 2) pack_product_kernel(int64_t m, in
       if (row < m && column < n) z[step][j] = *reinterpret_cast<const uint4*>(values + row * n + column);
     }
   }
-  __syncthreads();  // the sums are zero
+  __syncthreads();  // fired, nonzeros and wide_segments have been zeroed
 
   uint8_t* chunks = tile[warp] + lane / 8 * kRowBytes + lane % 8 * 16;
   uint32_t seen = 0, counts[kSteps];
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     const int64_t row = first_row + 4 * kWarps * step;
-    __syncwarp();  // the previous four rows have been packed
+    __syncwarp();  // all lanes have read the previous four rows
 #pragma unroll
     for (int j = 0; j < 4; ++j) *reinterpret_cast<uint4*>(chunks + 128 * j) = dense::relu(z[step][j]);
     __syncwarp();
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kThreads, 2) pack_product_kernel(int64_t m, in
   add_fired(fired, seen, lane);
   __syncthreads();
 
-  ptx::griddepcontrol_wait();  // until `clear` has zeroed the statistics
+  ptx::griddepcontrol_wait();  // `clear` has zeroed the statistics
   ptx::griddepcontrol_launch_dependents();
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {

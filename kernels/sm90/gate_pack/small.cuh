@@ -1,9 +1,10 @@
-// gate_pack for few tokens (17 to 64): the product is limited by reading w, so it is divided by columns over many SMs.
+// gate_pack for 17 to 64 tokens. The time is that of reading w, so the columns of the product are spread over many SMs.
 //
-// The four CTAs of a cluster share a column tile, 64 neurons each, and take turns to fetch the tokens for all four.
-// Operands are swapped: neurons are the rows of the matrix instruction, tokens (up to 64) its columns. A CTA finds
-// which of its own neurons fire, and packs a quarter of the tokens. So each CTA copies the values of its neurons to the
-// shared memory of the CTA that packs the token. Numerics: as in the kernel for many tokens.
+// The four CTAs of a cluster share a column tile: each multiplies 64 neurons by all tokens. They take turns to fetch
+// stages of x, which are multicast to all four. Operands are swapped: neurons are the rows (M) of the WGMMA, and
+// tokens, up to 64, its columns (N). A CTA finds which of its own 64 neurons fire, but packs all 256 columns of a
+// quarter of the tokens. So each CTA copies its neurons' values to the shared memory of the CTA that packs the token.
+// Numerics: as in the kernel for many tokens.
 #pragma once
 
 #include "common/host.h"
@@ -12,30 +13,31 @@
 
 namespace sparsellm {
 
-constexpr int kSmallTokens = kCountedTokens;  // at most: row_counts holds the segments' counts of this many tokens
+constexpr int kSmallTokens = kCountedTokens;  // the largest M, because row_counts has memory for the counts of this
+                                              // many tokens' segments
 
 namespace small {
 
 constexpr int kCluster = 4;
 constexpr int kNeurons = kColumnTile / kCluster;
 constexpr int kTokens = kSmallTokens / kCluster;  // tokens that one CTA packs
-constexpr uint32_t kPitch = kNeurons * 2 + 16;  // bytes of a token and one CTA's neurons: eight chunks together use all
-                                                // banks
+constexpr uint32_t kPitch = kNeurons * 2 + 16;  // bytes between tokens, in one CTA's neurons. The padding lets eight
+                                                // chunks of different tokens use all banks
 constexpr uint32_t kPart = kTokens * kPitch;
 constexpr int kWarps = 4;             // warps that multiply and pack
-constexpr int kFeedingWarp = kWarps;  // one more warp, which fetches w and x
+constexpr int kFeedingWarp = kWarps;  // one additional warp, which fetches w and x
 constexpr int kThreads = 32 * (kWarps + 1);
 constexpr uint32_t kNeuronBytes = kNeurons * kTileK * 2;
 constexpr uint32_t kStage = kNeuronBytes + kSmallTokens * kTileK * 2;
 constexpr int kDepth = 11;       // stages in flight
-constexpr int kAhead = 2;        // stages whose w is requested before the first x: an x requested after more of w
-                                 // arrives late
+constexpr int kAhead = 2;        // stages whose w is requested before the first x. If more of w came first, x would
+                                 // arrive late
 constexpr int kPackBarrier = 1;  // the named barrier of the warps that pack; __syncthreads uses 0
 
 struct Shared {
   uint64_t full[kDepth];
   uint64_t empty[kDepth];
-  uint64_t finished;  // barrier: the values that this CTA packs
+  uint64_t finished;  // barrier: all values that this CTA packs have arrived
   Sums sums;
 };
 
@@ -52,8 +54,8 @@ __device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, uint32_t r0,
                : "memory");
 }
 
-// One CTA: 64 neurons, by all tokens. The accumulators are locals: as a member, they would keep the scalars next to
-// them in local memory until loops are unrolled.
+// One CTA, which multiplies 64 neurons by all tokens. The accumulators are locals of the kernel: if they were a member,
+// the members next to them would stay in local memory until loops are unrolled.
 struct SmallCta {
   using Accumulators = float[kSmallTokens / 2];
   const CUtensorMap& x_map;
@@ -73,8 +75,9 @@ struct SmallCta {
   int ahead;
   RingOf<kDepth> ring;
 
-  // stages: [kDepth]. Then `own`, [CTAs, their tokens] of this CTA's neurons, which the other CTAs pack. Then the tile,
-  // [CTAs, this CTA's tokens] of their neurons.
+  // Shared memory from `stages` on: [kDepth] stages; then `own`, [CTA that packs, its tokens]: the values of this CTA's
+  // neurons, to be sent to the other CTAs; then `tile`, [CTA of the neurons, this CTA's tokens]: the values that this
+  // CTA packs.
   __device__ __forceinline__ SmallCta(uint8_t* raw, uint32_t stages, const CUtensorMap& x_map, const CUtensorMap& w_map,
                                       int m, int64_t n, int k_blocks, const Packed& out, bool counts)
       : x_map(x_map),
@@ -124,14 +127,15 @@ struct SmallCta {
     ptx::tma_load_2d(stages + stage * kStage, &w_map, kb * kTileK, column + rank * kNeurons, full + 8 * stage);
   }
 
-  // The CTAs of a cluster take turns to fetch x, for all of them.
+  // The CTAs of a cluster take turns to fetch a stage of x, which is multicast to all of them.
   __device__ __forceinline__ void fetch_x(int kb, uint32_t stage) const {
     if (kb % kCluster != static_cast<int>(rank)) return;
     ptx::tma_load_2d_multicast(stages + stage * kStage + kNeuronBytes, &x_map, kb * kTileK, 0, full + 8 * stage,
                                (1 << kCluster) - 1);
   }
 
-  // The feeding warp: the w of `ahead` stages before the first x, then stage after stage.
+  // The role of the feeding warp: fetch_ahead requests w of the first `ahead` stages, and feed requests x of these
+  // stages and then both w and x of one stage after another.
   __device__ __forceinline__ void fetch_ahead() const {
     for (int kb = 0; lane == 0 && kb < ahead; ++kb) fetch_w(kb, kb);
     __syncwarp();
@@ -147,7 +151,7 @@ struct SmallCta {
     }
   }
 
-  // The other warps.
+  // The role of the other warps.
   __device__ __forceinline__ void multiply(Accumulators& d) {
     uint32_t previous = 0;
     for (int kb = 0; kb < k_blocks; ++kb) {
@@ -161,7 +165,8 @@ struct SmallCta {
       }
       ptx::wgmma_commit_group();
       ptx::wgmma_wait_group<1>();
-      if (kb > 0 && kb - 1 + kDepth < k_blocks) {  // the previous stage has been read, and will be filled again
+      if (kb > 0 && kb - 1 + kDepth < k_blocks) {  // the previous stage has been read, and the producer will fill it
+                                                   // again
         if (lane < kCluster) ptx::mbarrier_arrive_cluster(empty + 8 * previous, lane);
       }
       previous = ring.stage;
@@ -170,7 +175,7 @@ struct SmallCta {
     ptx::wgmma_wait_group<0>();
   }
 
-  // Sends the products, as bf16, to the CTAs of the cluster: to each CTA those of its tokens.
+  // Sends the products, as bf16, to the CTAs of the cluster: each CTA gets those of the tokens that it packs.
   __device__ __forceinline__ void hand_out(const Accumulators& d) const {
 #pragma unroll
     for (int j = 0; j < kCluster; ++j) {
@@ -191,13 +196,13 @@ struct SmallCta {
     __syncwarp();
   }
 
-  // Finds whether this lane's two neurons, lane / 4 and lane / 4 + 8 of the warp's 16, fire for one of this lane's
-  // tokens.
+  // Finds whether this lane's two neurons fire for one of the tokens that this lane has. The neurons are rows lane / 4
+  // and lane / 4 + 8 of the warp's 16.
   __device__ __forceinline__ void find_fired(const Accumulators& d, uint32_t (&fires)[2]) const {
 #pragma unroll
     for (int j = 0; j < kSmallTokens / 8; ++j) {
       const int first = 8 * j + lane % 4 * 2;
-      // Beyond the last token, x is read as zeros, but zero times an infinite weight is NaN.
+      // Tokens from m on are masked: x is zero there, but zero times an infinite weight is NaN.
       const uint32_t there = (first < m ? 0x00007fff : 0) | (first + 1 < m ? 0x7fff0000 : 0);
       fires[0] |= ptx::cvt_relu_bf16x2(d[4 * j], d[4 * j + 1]) & there;
       fires[1] |= ptx::cvt_relu_bf16x2(d[4 * j + 2], d[4 * j + 3]) & there;
@@ -217,7 +222,7 @@ struct SmallCta {
     }
   }
 
-  // Packs this CTA's tokens, once all CTAs have sent their neurons' values.
+  // Packs this CTA's tokens. Waits until all CTAs have sent their neurons' values.
   __device__ __forceinline__ void pack() const {
     ptx::mbarrier_wait(finished, 0);
     __syncwarp();
@@ -252,7 +257,8 @@ __global__ void __launch_bounds__(small::kThreads, 1)
   } else if (blockIdx.x == 0) {
     for (int i = threadIdx.x; i < zeroed; i += 32 * kWarps) out.counters[i] = 0;
   }
-  ptx::cluster_wait();  // all barriers exist: CTAs fetch for one another, and release what they have read
+  ptx::cluster_wait();  // wait for all barriers to exist, because each CTA copies to all CTAs and releases all CTAs'
+                        // stages
 
   SmallCta::Accumulators d;
   if (feeds) {
@@ -260,7 +266,7 @@ __global__ void __launch_bounds__(small::kThreads, 1)
   } else if (cta.warp < kWarps) {
     cta.multiply(d);
   }
-  __syncthreads();  // the sums are zero
+  __syncthreads();  // sums.clear has run
   if (cta.warp < kWarps) {
     uint32_t fires[2] = {0, 0};
     cta.find_fired(d, fires);
@@ -270,13 +276,13 @@ __global__ void __launch_bounds__(small::kThreads, 1)
   } else {
     ptx::cluster_arrive_relaxed();
   }
-  ptx::cluster_wait();  // the others have received what they copy from here
+  ptx::cluster_wait();  // wait until the other CTAs have received what is copied from this CTA's memory
 }
 
 }  // namespace small
 
-// zeroed: if not 0, the kernel counts nothing, and zeroes this many int64 from the counters on. If 0, the kernel adds
-// to counters that are already zero.
+// zeroed: if it is not 0, the kernel counts nothing, and sets this many int64 to zero, starting at the counters. If it
+// is 0, the kernel adds to the counters, which must be zero.
 inline cudaError_t gate_pack_small(const void* x, const void* w, int64_t m, int64_t k, int64_t n, const Packed& out,
                                    int64_t zeroed, cudaStream_t stream) {
   using namespace small;

@@ -1,17 +1,19 @@
 // Definitions that the kernels of the tile engine share: how a token tile's neurons become units of work.
 //
-// A token tile is 128 tokens, in two halves of 64. The neurons that fire for any of them (the tile's union) are
-// numbered: slot s is neuron slots[s]. The neurons that fire only in the first half come first, then those of both
-// halves, then those of the second half only, each group ascending. Slots are counted in blocks of 64. The first half
-// needs blocks [0, end), the second blocks [begin, blocks), and a warpgroup multiplies no others. An example: with 100
-// neurons of the first half only, 200 of both and 50 of the second only, the first half needs slots 0..299, which are
-// blocks 0..4, and the second slots 100..349, which are blocks 1..5. The up product is cut into items of up to four
-// blocks, as evenly as possible: 6 blocks are two items of three.
+// A token tile is 128 tokens, in two halves of 64. The neurons that fire for at least one token of the tile are
+// numbered: slot s is neuron slots[s]. The neurons that fire only in the first half come first, then those that fire in
+// both halves, then those that fire only in the second half. Within each of these three groups, neurons ascend. Every
+// 64 slots form a block. The first half needs blocks [0, end), the second half needs blocks [begin, blocks), and a
+// warpgroup multiplies only the blocks that its half needs. An example: with 100 neurons of the first half only, 200 of
+// both and 50 of the second only, the first half needs slots 0..299, which are in blocks 0..4, and the second half
+// needs slots 100..349, which are in blocks 1..5. The work of tile_up is divided into items of up to four blocks, as
+// evenly as possible: 6 blocks form two items of three blocks.
 //
-// A tile's nonzeros are one list of words, the first half's, block by block, then the second half's: bf16 << 16 |
-// place. The place is the value's offset, counted in halfwords, in a [64, 64] operand tile of swizzled 128-byte rows.
+// A tile's nonzeros are one list of words: the first half's nonzeros, block by block, then the second half's. A word is
+// bf16 << 16 | place. The place is the value's offset, counted in bf16 values, in an operand tile of [64 rows, 64
+// slots] with swizzled 128-byte rows. So a kernel scatters a list into an operand tile without further arithmetic.
 //
-// A tile of neurons (NeuronPlan) has the same structure, with neurons instead of tokens and tokens as slots.
+// A tile of neurons (NeuronPlan) has the same structure, but its rows are neurons and its slots are tokens.
 #pragma once
 
 #include "common/tile.cuh"
@@ -19,7 +21,8 @@
 
 namespace sparsellm {
 
-// In both products one warpgroup gathers rows, and each of the two consumer warpgroups has one half of the tile.
+// In all products of the tile engine, one warpgroup gathers rows, and each of the two consumer warpgroups has one half
+// of the tile.
 constexpr int kGatherWarps = 4;
 
 constexpr int kItemBlocks = kTileN / kBlockColumns;
@@ -29,24 +32,25 @@ constexpr uint32_t kHalfBytes = kHalf * 128;  // bytes of an operand tile: 64 ro
 __device__ __forceinline__ int blocks_of(int size) { return (size + kBlockColumns - 1) / kBlockColumns; }
 __device__ __forceinline__ int items_of(int blocks) { return (blocks + kItemBlocks - 1) / kItemBlocks; }
 
-// The place of a value: its row in the half, its slot in the block.
+// The place of a value: its offset in an operand tile, from its row in the half and its slot in the block.
 __device__ __forceinline__ uint32_t place_of(uint32_t row, uint32_t slot) {
   return swizzle_128(row, slot / 8) / 2 + slot % 8;
 }
 
-// Where each block's nonzeros of a half start in the lists, a row of plan.starts, [MT][2][NT * 4 + 1].
+// The row of plan.starts, [MT][2][NT * 4 + 1], for one half of a tile: for each block, the index in the lists where the
+// half's nonzeros of that block start.
 __device__ __forceinline__ const uint32_t* starts_of(const TilePlan& plan, int tile, int half, int column_tiles) {
   return plan.starts + (static_cast<int64_t>(tile) * 2 + half) * (column_tiles * 4 + 1);
 }
 
 // A tile, of tokens or of neurons, as seen by the two halves that multiply it.
 struct Tile {
-  int index, size;  // slots
-  int end, begin;   // end of the first half's blocks, begin of the second half's
+  int index, size;  // size: number of slots
+  int end, begin;   // the first half needs blocks [0, end), the second half needs blocks [begin, blocks())
 
   __device__ __forceinline__ int blocks() const { return blocks_of(size); }
 
-  // The blocks among [first, last) that half 0 or 1 needs: the first one (`from`) and their number.
+  // Returns how many of the blocks [first, last) half 0 or 1 needs, and sets `from` to the first of these.
   __device__ __forceinline__ int needed(int half, int first, int last, int& from) const {
     from = half == 0 ? first : max(first, begin);
     const int to = half == 0 ? min(last, end) : last;
@@ -56,8 +60,8 @@ struct Tile {
 
 __device__ __forceinline__ Tile tile_of(int4 code) { return {code.x, code.y, code.z, code.w}; }
 
-// Piece `part` of the `parts` pieces of a tile: blocks [first, last) of the tile's slots. If there are several pieces,
-// piece i writes its partial sums to partials[base + i].
+// One of the `parts` pieces of a tile, the one with index `part`: blocks [first, last) of the tile's slots. If parts >
+// 1, the piece with index i writes its partial sums to partials[base + i].
 struct Piece {
   Tile tile;
   int first, last, part, parts, base;
@@ -75,7 +79,7 @@ __device__ __forceinline__ Piece piece_of(int4 code) {
       {low(code.x), 0, low(code.z), high(code.z)}, low(code.y), high(code.y), low(code.w), high(code.w), high(code.x)};
 }
 
-// A unit of the up product: blocks [first, last) of a tile, with `slots` slots, the tile's item `index`.
+// A work item of tile_up: blocks [first, last) of a tile, which have `slots` slots. `index` counts the items of a tile.
 struct Item {
   int index, first, last, slots;
   Tile tile;
@@ -97,7 +101,7 @@ __device__ __forceinline__ Item item_of(int4 code) {
   return {code.w & 0xffff, code.z >> 16, code.z & 0xffff, code.w >> 16, {code.x, 0, code.y >> 16, code.y & 0xffff}};
 }
 
-// Lane q of four has words v[0..3] of column q of a 4 x 4 matrix, and receives those of row q.
+// Transposes a 4 x 4 matrix across four lanes: before, lane q has column q in v[0..3]; afterwards, it has row q.
 __device__ __forceinline__ void transpose_quad(uint32_t (&v)[4], uint32_t lane) {
 #pragma unroll
   for (int step = 1; step <= 2; step *= 2) {
@@ -114,9 +118,10 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&v)[4], uint32_t lane) 
   }
 }
 
-// Stores, as bf16, a consumer thread's sums of one row: row `i` (0 or 1) of the two that a thread has. `to` is the
-// address of the lane's first eight columns, which begin at `column` of a matrix of `columns`. Four lanes have 32
-// columns of a row in four registers each, 64 bytes, of which each lane then stores 16.
+// Stores one row of a consumer thread's sums as bf16. A thread has sums of two rows of WGMMA's accumulator; `i` (0 or
+// 1) selects the row. `to` is the address of the lane's first eight columns; `column` is the index of the first of them
+// in a matrix of `columns` columns. Each 32 columns of a row are spread over four lanes, in four registers each. After
+// a transpose among the four lanes, each lane stores 16 contiguous bytes.
 template <int kColumns>
 __device__ __forceinline__ void store_row(__nv_bfloat16* to, bool exists, int64_t column, int64_t columns, int i,
                                           const float* d, uint32_t lane) {
@@ -135,8 +140,9 @@ __device__ __forceinline__ void store_row(__nv_bfloat16* to, bool exists, int64_
   }
 }
 
-// The index, in a list sorted by size, of the work of CTA `cta` of `ctas` in a round. Every other round is dealt
-// backwards, so that no CTA always gets the larger work: of 3 CTAs, the first has 0, 5, 6, the second 1, 4, 7.
+// Work sorted by size is dealt to CTAs in rounds. Returns the index of the work that CTA `cta` of `ctas` gets in a
+// round. Every other round is dealt in reverse order, so that no CTA always gets the larger work: of 3 CTAs, the first
+// CTA gets 0, 5, 6, and the second 1, 4, 7.
 __device__ __forceinline__ int deal(int round, int cta, int ctas) {
   return round * ctas + (round & 1 ? ctas - 1 - cta : cta);
 }
