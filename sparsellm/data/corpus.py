@@ -34,6 +34,7 @@ from sparsellm.data.checksums import digest_of_ends
 from sparsellm.data.errors import DataError
 from sparsellm.data.rows import reader_of, rows
 from sparsellm.hf import hub
+from sparsellm.system.errors import one_line
 
 Position = dict[str, Any]  # "file", "document", and in a pass (shares.py) "estimate"
 Files = dict[str, int | None]  # path or address -> bytes; None: unknown, for hub files
@@ -162,9 +163,7 @@ def with_sizes(files: Files) -> Files:
             file: hub.answer(partial(size, file), file) if known is None else known for file, known in files.items()
         }
     except (OSError, HTTPError) as error:
-        raise DataError(
-            f"the sizes of the files cannot be read ({hub.reason(error)}): run the command again"
-        ) from error
+        raise DataError(f"the sizes of the files cannot be read ({one_line(error)}): run the command again") from error
 
 
 def require_hub(data: DataConfig) -> None:

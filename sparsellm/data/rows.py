@@ -35,6 +35,7 @@ import xxhash
 from sparsellm.data.errors import DataError
 from sparsellm.data.packed import permutation
 from sparsellm.hf import hub
+from sparsellm.system.errors import one_line
 
 READERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".txt": "text"}
 COMPRESSIONS: dict[str, Callable[[BinaryIO], Any]] = {
@@ -80,7 +81,7 @@ def rows(file: str, text_column: str, seed: int | None = None, skip: int = 0) ->
                 raise
             if not hub.waits(error, file, attempt):
                 raise DataError(
-                    f"{file} cannot be read because the hub does not answer ({hub.reason(error)}): run the same command"
+                    f"{file} cannot be read because the hub does not answer ({one_line(error)}): run the same command"
                     " again later; it continues after the tokens that are there"
                 ) from error
             attempt += 1

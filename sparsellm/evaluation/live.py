@@ -34,7 +34,7 @@ from sparsellm.evaluation import tasks
 from sparsellm.hf import conversion, hub, pretrained
 from sparsellm.model import Decoder
 from sparsellm.system.console import warn
-from sparsellm.system.errors import SparsellmError
+from sparsellm.system.errors import SparsellmError, one_line
 
 T = TypeVar("T")
 
@@ -133,8 +133,8 @@ class LiveEvaluation:
             return {name: whole(shard) for name, shard in shards.items()}
         except Exception as error:
             raise GatherFailed(
-                f"step {step:,}: gathering the weights to evaluate them failed ({type(error).__name__}:"
-                f" {' '.join(str(error).split())}), and no rank can continue without the others. Run the same command"
+                f"step {step:,}: gathering the weights to evaluate them failed ({one_line(error)}),"
+                " and no rank can continue without the others. Run the same command"
                 " to resume from the newest checkpoint; evaluation.every=0 disables evaluation"
             ) from error
 
@@ -167,7 +167,7 @@ class LiveEvaluation:
         try:
             result = work()
         except Exception as exception:  # of any kind: a failed score must not stop training
-            error = f"{type(exception).__name__}: {' '.join(str(exception).split())}"
+            error = one_line(exception)
         if (error := first_error(error)) is None:
             return result
         if self.ranks.is_main:

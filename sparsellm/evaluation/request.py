@@ -8,7 +8,6 @@ of this evaluation, this evaluation writes to OUTPUT/DTYPE.
 import hashlib
 from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from sparsellm.runs.layout import CONFIG, EVALUATION
 from sparsellm.runs.locate import Checkpoint, locate, not_found
 from sparsellm.runs.precision import computed_in, dtype_name
 from sparsellm.system.console import warn
+from sparsellm.system.provenance import installed
 
 TORCH = "torch"  # folder of the PyTorch side, with compare_kernels=true
 PACKAGES = ("sparsellm", "lm_eval", "torch", "transformers", "datasets")
@@ -75,7 +75,7 @@ class Request:
         assert self.dtype is not None  # the request is opened
         decided_by = {
             "weights": identity, "dtype": dtype_name(self.dtype), "device": device_type(self.config.device.name),
-            "limit": self.config.limit, "lm_eval": version("lm_eval"), "kernels": self.sides[folder].name,
+            "limit": self.config.limit, "lm_eval": installed("lm_eval"), "kernels": self.sides[folder].name,
         }  # fmt: skip
         return Finished(folder, decided_by)
 
@@ -107,7 +107,7 @@ class Request:
         """The settings under which a task is scored by a model of `dtype` on `kernels`."""
         return {
             "dtype": dtype, "kernels": kernels, "device": device_type(self.config.device.name), "data": self.source,
-            "limit": self.config.limit, **{package: version_of(package) for package in PACKAGES},
+            "limit": self.config.limit, **{package: installed(package) for package in PACKAGES},
         }  # fmt: skip
 
     def results(self, weights: str, failed: dict[str, str]) -> dict[str, Any]:
@@ -140,14 +140,6 @@ def _side(parts: Parts, failed: dict[str, str]) -> dict[str, Any]:
     """The entries of results.json for the results of one side."""
     tasks = {n: {**part["result"], "measured": part["measured"]} for n, part in parts.items() if n != VALIDATION}
     return {"tasks": tasks, VALIDATION: parts.get(VALIDATION), **means(tasks, failed)}
-
-
-def version_of(package: str) -> str | None:
-    """The installed version; None for a package that is not installed but runs from its source tree."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def rows_of(held_out: torch.Tensor) -> str:

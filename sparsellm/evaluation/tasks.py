@@ -17,7 +17,7 @@ from typing import Any
 from sparsellm.distributed.groups import Ranks, first_error
 from sparsellm.evaluation import rows
 from sparsellm.runs.committed import file_digest
-from sparsellm.system.errors import SparsellmError
+from sparsellm.system.errors import SparsellmError, one_line
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def load(name: str, data_dir: str | None) -> LoadedTask:
         if source is None:
             where, remedy = f"the data set of {name} on the hub", "data_dir=DIR takes local rows"
         chain = [error] if error.__cause__ is None else [error, error.__cause__]  # the library's error and its cause
-        reason = ": ".join(f"{type(link).__name__}: {' '.join(str(link).split())}" for link in chain)
+        reason = ": ".join(map(one_line, chain))
         raise TaskUnavailable(f"{where} cannot be used: {reason}; {remedy}") from error
     split = TASKS[name].split if source is None else source.stem
     note = None if split == TASKS[name].split else f"no {TASKS[name].split} rows in data_dir: scored {split} instead"

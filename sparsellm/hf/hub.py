@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsellm.system.console import is_main_rank, warn
+from sparsellm.system.errors import one_line
 
 SECONDS = 5  # for the hub's answer
 PATIENCE = (2, 5, 10, 30, 60, 120, 240)  # seconds between attempts while the hub fails
@@ -33,7 +34,7 @@ def obstacle() -> str | None:
     try:
         get_session().head(constants.ENDPOINT, timeout=SECONDS)
     except Exception as error:  # from the library's HTTP client, or its own in offline mode
-        return f"{constants.ENDPOINT} does not answer ({reason(error)})"
+        return f"{constants.ENDPOINT} does not answer ({one_line(error)})"
     return None
 
 
@@ -48,17 +49,12 @@ def is_temporary(error: Exception) -> bool:
 
 
 def waits(error: Exception, what: str, attempt: int) -> bool:
-    """Wait after failure number `attempt` (from 0) in a row. False if it was the last one to wait for."""
+    """Wait after failure number `attempt` (from 0) in a row. Returns False, without waiting, after the last attempt."""
     if attempt == len(PATIENCE):
         return False
-    warn(f"{what}: the hub does not answer ({reason(error)}); trying again in {PATIENCE[attempt]} s")
+    warn(f"{what}: the hub does not answer ({one_line(error)}); trying again in {PATIENCE[attempt]} s")
     time.sleep(PATIENCE[attempt])
     return True
-
-
-def reason(error: Exception) -> str:
-    """`error` on one line, for messages."""
-    return f"{type(error).__name__}: {text}" if (text := " ".join(str(error).split())) else type(error).__name__
 
 
 def answer(call: Callable[[], Any], what: str) -> Any:

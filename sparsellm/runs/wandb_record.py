@@ -42,6 +42,7 @@ from sparsellm.runs.checkpoint import spelled
 from sparsellm.runs.metrics import METRICS
 from sparsellm.system import regular
 from sparsellm.system.console import warn
+from sparsellm.system.errors import one_line
 from sparsellm.system.files import write_whole
 
 FOLDER = "wandb"  # in the run's folder
@@ -115,11 +116,11 @@ class WandbRun:
                 failed = (
                     "online failed" if attempt == "online" else "it failed with wandb's variables in the environment"
                 )
-                why = why or f": {failed}: {_said(error)}"
+                why = why or f": {failed}: {one_line(error)}"
                 failure = error
         if isinstance(failure, OSError):
             self._say_lacking(failure)
-        return f"not recorded: {_said(failure)}"
+        return f"not recorded: {one_line(failure)}"
 
     def write(self, row: dict[str, Any]) -> None:
         if self._run is None:
@@ -230,7 +231,7 @@ class WandbRun:
                 free = f"{spelled(shutil.disk_usage(self.folder).free)} free there"
             warn(f"{record}: it cannot be written ({why}; {free}). {kept}. Free some space")
         else:
-            warn(f"{record}: wandb failed ({_said(why)}). {kept}")
+            warn(f"{record}: wandb failed ({one_line(why)}). {kept}")
 
 
 def chosen_mode(asked: WandbMode) -> tuple[WandbMode, str]:
@@ -303,10 +304,6 @@ def _quiet_logging() -> Iterator[None]:
         yield
     finally:
         logging.raiseExceptions = before
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
 
 
 def _gave_up(file: Path) -> bool:

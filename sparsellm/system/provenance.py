@@ -24,7 +24,7 @@ def provenance() -> dict[str, Any]:
         "machine": _machine(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _commit(CHECKOUT),
-        "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
+        "versions": {"python": platform.python_version()} | {name: installed(name) for name in PACKAGES},
     }
 
 
@@ -66,7 +66,8 @@ def _commit(folder: Path) -> str | None:
         return None
 
 
-def _version(package: str) -> str | None:
+def installed(package: str) -> str | None:
+    """The installed version; None for a package that is not installed but runs from its source tree."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -43,7 +43,7 @@ from sparsellm.runs.metrics import HeldOut, MetricsError, StepClock, StepReport,
 from sparsellm.runs.retention import Retention, last_common_step
 from sparsellm.runs.wandb_record import WandbRun
 from sparsellm.system.console import warn
-from sparsellm.system.errors import SparsellmError
+from sparsellm.system.errors import SparsellmError, one_line
 from sparsellm.training import sharding, warm_start
 from sparsellm.training.distillation import Teacher
 from sparsellm.training.memory import Gpu, StepMemory
@@ -464,5 +464,4 @@ class Trainer:
         try:
             print(report.aligned("sample", repr(report.sample(checkpoint, SAMPLE_PROMPT, 48))))
         except Exception as error:  # mostly raised by transformers; the run is complete without a sample
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            warn(f"no text sample from {checkpoint}: {reason}")
+            warn(f"no text sample from {checkpoint}: {one_line(error)}")

@@ -45,6 +45,7 @@ from sparsellm.inference import accelerate
 from sparsellm.runs.checkpoint import Checkpoints
 from sparsellm.runs.metrics import METRICS, read
 from sparsellm.runs.wandb_record import WandbRun
+from sparsellm.system import provenance
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data" / "eval"
 
@@ -168,14 +169,14 @@ def test_scoring_draws_no_random_numbers(bare, rows):
 
 def test_a_package_that_is_not_installed_has_no_version(bare, rows, monkeypatch):
     """`python -m sparsellm.evaluate` in a clone without `pip install`: the scores are not lost for it."""
-    installed = request.version
+    installed = provenance.version
 
     def version(package):
         if package == "sparsellm":
             raise PackageNotFoundError(package)
         return installed(package)
 
-    monkeypatch.setattr(request, "version", version)
+    monkeypatch.setattr(provenance, "version", version)
     found = evaluate_checkpoint(EvaluateConfig(checkpoint=str(bare), data_dir=str(rows), tasks=["piqa"]))
     assert found == json.loads((bare / "evaluation/results.json").read_text())
     measured = found["tasks"]["piqa"]["measured"]
