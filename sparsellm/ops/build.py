@@ -55,7 +55,6 @@ def load() -> None:
         try:
             _check_device()
             _load(library())
-            _check_borders()
         except KernelsUnavailable as error:
             _failure = error
             raise
@@ -85,6 +84,7 @@ def _check_device() -> None:
 
 
 def _load(path: Path) -> None:
+    """Load the library, and check that its kernels change their algorithms at the token counts of borders.py."""
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
@@ -96,10 +96,6 @@ def _load(path: Path) -> None:
         raise KernelsUnavailable(
             f"the built kernels do not load ({error}): remove {path} to build them again"
         ) from error
-
-
-def _check_borders() -> None:
-    """Check that the library and borders.py agree on the token counts at which the kernels change their algorithm."""
     for name, ours in (("few tokens", borders.FEW_TOKENS), ("many tokens", borders.MANY_TOKENS)):
         if (theirs := torch.ops.sparsellm_cuda.limit(name)) != ours:
             raise KernelsUnavailable(

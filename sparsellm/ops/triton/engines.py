@@ -122,12 +122,14 @@ def forward(
     sizes, programs = tuning.of(x.device)
     few = of.engine == Engine.row
     z = x @ (w_up if w_gate is None else w_gate).T
+    tile, shape = (FEW, sizes.few_sampled) if few else (TOKENS, sizes.sampled)
     capacity = _capacity(m, n, of.room) if saving else 0
-    kept, saved = _kept(x, n, w_gate is not None, capacity, FEW if few else TOKENS, saving)
+    layout = _layout(m, n, w_gate is not None, capacity, tile, not few and orders(m, saving), x.dtype)
+    saved = x.new_empty(_length(layout), dtype=torch.uint8)
+    kept = _arrays(saved, layout)
     totals, fired = kept.totals.zero_(), x.new_zeros(n, dtype=torch.uint8)
     plan.mark[tiles(m, MARK["ROWS"]), tiles(n, 32 * MARK["WORDS"])](z, kept.bits, m, N=n, **MARK)
-    shape = sizes.few_sampled if few else sizes.sampled
-    unions = _unions_of_tokens(kept, FEW if few else TOKENS, shape)
+    unions = _unions_of_tokens(kept, tile, shape)
     if unions.order is not None:
         clusters.order_tokens(kept.bits, kept.order, kept.positions)
     _plan(kept.bits, unions, m, n, None if few else fired)  # counts the union of the ordered tiles
@@ -143,6 +145,7 @@ def forward(
     )  # fmt: skip
     y = torch.empty_like(x)
     _gathered(unions, sizes.few_gathered if few else sizes.gathered, hidden, w_down_t, y, m)
+    saved = saved if saving else saved.new_empty(0)
     return y, sums.sum(), fired.view(torch.bool), totals[:4].clone(), saved
 
 
@@ -327,13 +330,6 @@ def _arrays(saved: Tensor, layout: Layout) -> Kept:
         found.append(saved[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(shape))
         at += size
     return Kept(*found)
-
-
-def _kept(x: Tensor, n: int, gated: bool, capacity: int, tile: int, saving: bool) -> tuple[Kept, Tensor]:
-    """(the arrays of a new buffer; the buffer itself, or an empty one unless `saving`)"""
-    layout = _layout(len(x), n, gated, capacity, tile, tile == TOKENS and orders(len(x), saving), x.dtype)
-    saved = x.new_empty(_length(layout), dtype=torch.uint8)
-    return _arrays(saved, layout), saved if saving else saved.new_empty(0)
 
 
 def _found(saved: Tensor, x: Tensor, n: int, gated: bool) -> Kept:
