@@ -273,7 +273,10 @@ def _continue(request: Request, folder: Path, manifest: Manifest) -> tuple[Manif
     if manifest.tokenizer_hash not in tokenizer.digests(vocabulary):
         raise DataError(f"{folder}/tokenizer has changed since preparation started: delete {folder} and prepare again")
     if manifest.seed not in (None, data.seed):
-        print(f"sparsellm: {folder} was begun with data.seed={manifest.seed}, which still chooses its text", flush=True)
+        print(
+            f"sparsellm: {folder} was begun with data.seed={manifest.seed}; that seed still chooses its text",
+            flush=True,
+        )
     return manifest, vocabulary
 
 

@@ -68,8 +68,8 @@ def finish(manifest: Manifest) -> None:
         manifest.targets, manifest.position = {}, dict(corpus.START)
     elif left := [file for file, target in manifest.targets.items() if target > manifest.train.tokens]:
         print(
-            f"sparsellm: stopped before {len(left):,} of {len(manifest.source_files):,} files gave their whole share of"
-            f" the {manifest.goals[-1]:,} tokens with which this preparation began",
+            f"sparsellm: this preparation began with {manifest.goals[-1]:,} tokens; fewer are requested now, so"
+            f" {len(left):,} of {len(manifest.source_files):,} files have not given their whole share",
             flush=True,
         )
 

@@ -223,10 +223,10 @@ class Reading:
 
     def sync(self) -> None:
         """Record the checksums of the files. Raises DataError if one changed while it was read."""
-        for file, whole in _checking(self.read.items()):
+        for file in _checking(self.read):
             if file not in self.stamps:
                 continue
-            self.manifest.source_checksums[file] = _checksum(file, whole, self.verified)
+            self.manifest.source_checksums[file] = _checksum(file, self.read[file], self.verified)
             if stamp(Path(file)) != self.stamps[file]:
                 raise DataError(
                     f"{file} was changed while it was being read: stop whatever writes to it, and prepare again"

@@ -19,6 +19,7 @@ from whole_config import mistakes, prepare
 from sparsellm.config import Config, Source
 from sparsellm.data import DataError, Manifest, corpus, encoding, preparation, tokenizer
 from sparsellm.data.manifest import read
+from sparsellm.data.stream import TokenStream
 from sparsellm.hf import hub as hub_module
 
 MakeConfig = Callable[..., Config]
@@ -197,3 +198,15 @@ def test_a_hub_that_fails_is_waited_for_and_then_reported_in_a_sentence(
     hub.fails = []
     prepare(config)
     assert content(config) == content(straight)
+
+
+def test_a_stream_holds_out_sequences_of_every_dump(make: MakeConfig, hub: SmallHub, tokenizer_folder: Path) -> None:
+    stream = TokenStream(
+        files=corpus.find_files(make("stream").data), ends={}, text_column="text", tokenizer_folder=tokenizer_folder,
+        validation_fraction=0.1, sequence_length=32, share=1, rank=0, world_size=1, seed=0, workers=0, pin_memory=False,
+    )  # fmt: skip
+    found = stream.validation(48)
+    assert found.shape == (48, 33)
+    text = tokenizer.load(str(tokenizer_folder)).tokenizer.decode(found.flatten().tolist())
+    assert all(dump in text for dump in DUMPS)
+    assert len(hub.reads) == 12

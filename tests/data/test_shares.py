@@ -210,7 +210,7 @@ def test_another_limit_after_a_kill_ends_the_pass_first_or_stops_within_it(
     config.data.max_tokens = 3_000
     few = prepare(config)
     assert 3_000 <= few.train.tokens < 3_150
-    assert "stopped before 2 of 4 files gave their whole share of the 6,000 tokens" in capsys.readouterr().out
+    assert "began with 6,000 tokens; fewer are requested now, so 2 of 4 files have not given" in capsys.readouterr().out
     assert read(config.data.folder) == few
     assert mistakes(config) == []
     config.data.max_tokens = 9_000
