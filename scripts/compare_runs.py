@@ -60,15 +60,8 @@ def thinned(rows: Rows) -> Rows:
     validation, and others, more of them at the beginning."""
     wanted = np.concatenate([np.geomspace(1, len(rows), FIRST_ROWS), np.linspace(1, len(rows), LAST_ROWS)])
     chosen = {round(number) - 1 for number in wanted} | {i for i, row in enumerate(rows) if row["val_ce"] is not None}
-    return [{key: _short(rows[i].get(key)) for key in KEPT} for i in sorted(chosen)]
-
-
-def _short(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _short(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_short(each) for each in value]
-    return float(f"{value:.6g}") if isinstance(value, float) else value
+    kept = [{key: rows[i].get(key) for key in KEPT} for i in sorted(chosen)]
+    return json.loads(json.dumps(kept), parse_float=lambda text: float(f"{float(text):.6g}"))
 
 
 def _is_relu(rows: Rows) -> bool:
