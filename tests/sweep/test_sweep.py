@@ -297,7 +297,7 @@ def test_a_real_sweep_of_runs_at_once_that_is_killed_gives_the_table_of_one_at_a
     assert all(row["piqa"] for row in rows(tmp_path))
     monkeypatch.chdir(tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr(subprocess, "Popen", lambda *command, **_: pytest.fail(f"started {command}"))
+        patched.setattr(Launcher, "run", lambda _self, command, *_: pytest.fail(f"started {command}"))
         assert main(scored, "sweep") == 0
     assert results(tmp_path) == straight
     started, run = [], Launcher.run
