@@ -132,7 +132,7 @@ def check(parts: Sequence[str], products: bool) -> list[str]:
             for fused in (True, False):
                 with fusing(fused):
                     found = run("dense", *on_device)
-                of = slice(0 if products else 1 if fused else 3, None)  # of y, l1, nnz
+                of = slice(0 if products else 1 if fused else 3, None)  # which of y, l1, nnz to compare
                 compare(f"{name}, dense, {'' if fused else 'not '}fused", found[of], expected[of])
             with fusing(False), torch.no_grad():
                 y, *_ = forward(*gated_layer(*on_device), Plan(), None, False, counting=False)

@@ -12,7 +12,7 @@ from typing import Any
 from sparsellm.system.errors import SparsellmError
 
 __all__ = ["Generator", "SparsellmError", "__version__", "accelerate", "restore"]
-__version__: str  # of the installed package, read when it is asked for
+__version__: str  # the installed package's version, read on first access
 
 
 def __getattr__(name: str) -> Any:

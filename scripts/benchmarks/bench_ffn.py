@@ -94,7 +94,7 @@ def forward_variants(
     x: Tensor, weights: list[Tensor], copies: int, decode: bool, nnz: int, union: int
 ) -> tuple[dict, str]:
     """(the measurements of each variant of a forward pass, the engine that the policy chooses). `nnz` and `union` are
-    used only if the engines that count cannot run."""
+    used only if the engines that count nonzeros cannot run."""
     gated = len(weights) == 3
     sets = [[x, *weights]] + [[t.clone() for t in (x, *weights)] for _ in range(copies - 1)]
     turned = [each[-1].T.contiguous() for each in sets]

@@ -211,7 +211,8 @@ def scaled_rates(rates: np.ndarray, mean: float) -> np.ndarray:
 
 
 def _thresholds(rates: np.ndarray) -> np.ndarray:
-    """t with P(exp(0.3 n) n' > t) = rate, n and n' standard normal, for each rate; NEVER for rate 0, -NEVER for 1."""
+    """The threshold t with P(exp(0.3 n) n' > t) = rate, n and n' standard normal, for each rate; NEVER for rate 0, and
+    -NEVER for rate 1."""
     scales, weights = np.polynomial.hermite_e.hermegauss(64)
     scales, weights = np.exp(TOKEN_SIGMA * scales), weights / weights.sum()
     grid = np.linspace(0, NEVER, 8_001)

@@ -17,7 +17,7 @@ from sparsellm.inference.matching import feedforward_blocks
 from sparsellm.ops.reference import union
 from sparsellm.ops.twell import TOKEN_TILE, tiles
 
-if TYPE_CHECKING:  # importing transformers' models takes two seconds, too long for a refusal
+if TYPE_CHECKING:  # deferred: importing transformers' models takes two seconds
     from transformers import PreTrainedModel
 
 

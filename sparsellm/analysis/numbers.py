@@ -11,15 +11,15 @@ import numpy as np
 from sparsellm.analysis.activity import Activity
 from sparsellm.analysis.token_classes import CLASSES, PART_OF_A_CHARACTER
 
-if TYPE_CHECKING:  # importing transformers' models takes two seconds, too long for a refusal
+if TYPE_CHECKING:  # deferred: importing transformers' models takes two seconds
     from transformers import PreTrainedTokenizerBase
 
 PERCENTILES = {"p01": 1, "p25": 25, "median": 50, "p75": 75, "p99": 99, "max": 100}
-TOP_SHARES = (0.01, 0.05, 0.1, 0.25)  # of a layer's neurons, the busiest
+TOP_SHARES = (0.01, 0.05, 0.1, 0.25)  # shares of a layer's neurons, busiest first
 FREQUENCY_QUANTILES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
 # The first tokens of a sequence fire more neurons, so tokens are compared after this position, or after T / 4.
 SETTLED = 64
-BINS_PER_OCTAVE = 4  # of positions, in the fit and in the figure
+BINS_PER_OCTAVE = 4  # bins of positions, in the fit and in the figure
 SCALES = 1_000  # candidates for the scale of the fit
 SHOWN = 20  # number of most active tokens, least active tokens, and occurrences listed
 CONTEXT = 12  # tokens on either side of an occurrence

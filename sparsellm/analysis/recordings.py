@@ -27,7 +27,7 @@ from sparsellm.analysis.activity import passes
 from sparsellm.inference.matching import feedforward_blocks
 from sparsellm.system.files import whole
 
-if TYPE_CHECKING:  # importing transformers' models takes two seconds, too long for a refusal
+if TYPE_CHECKING:  # deferred: importing transformers' models takes two seconds
     from transformers import PreTrainedModel
 
 FIRING = "firing_patterns.npz"

@@ -50,7 +50,7 @@ def write_all(folder: Path, results: Row, activity: Activity, types: list[Row]) 
         "neurons.csv": as_csv(numbers.neurons(activity)),
         ANALYSIS_JSON: (json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode(),
     }
-    for name in (ANALYSIS_JSON, *FIGURES):  # analysis.json is absent while the files are of two analyses
+    for name in (ANALYSIS_JSON, *FIGURES):  # analysis.json must not exist while the folder mixes files of two analyses
         (folder / name).unlink(missing_ok=True)
     for name, content in files.items():
         write_whole(folder / name, content)

@@ -16,7 +16,7 @@ from sparsellm.ops.twell import TOKEN_TILE, tiles
 from sparsellm.policy import Policy, first_use
 from sparsellm.policy.costs import room_for
 
-if TYPE_CHECKING:  # importing transformers' models takes two seconds, too long for a refusal
+if TYPE_CHECKING:  # deferred: importing transformers' models takes two seconds
     from transformers import PreTrainedModel
 
 TOKENS = 16_384  # upper bound, in whole sequences; enough to fill the GPU

@@ -22,7 +22,7 @@ from sparsellm.system import regular
 from sparsellm.system.console import progress, warn
 from sparsellm.system.files import write_whole
 
-if TYPE_CHECKING:  # importing transformers' models takes two seconds, too long for a refusal
+if TYPE_CHECKING:  # deferred: importing transformers' models takes two seconds
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 COUNTING = "counting reads every activation, which PyTorch alone keeps"
@@ -111,7 +111,7 @@ def analyze_checkpoint(config: AnalyzeConfig) -> tuple[dict[str, Any], Path]:
 def _draw(folder: Path, title: str, results: dict[str, Any], counted: activity.Activity) -> None:
     """Write the figures. The first error stops this and is reported as a warning."""
     try:
-        from sparsellm.analysis import figures  # matplotlib takes half a second: a refusal need not wait for it
+        from sparsellm.analysis import figures  # deferred: importing it takes 0.5 s
 
         for name, content in figures.draw(title, results, counted).items():
             write_whole(folder / name, content)

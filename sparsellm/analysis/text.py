@@ -20,7 +20,7 @@ from sparsellm.hf import pretrained
 from sparsellm.runs.layout import CONFIG
 from sparsellm.runs.locate import Checkpoint
 
-if TYPE_CHECKING:  # importing transformers' models takes two seconds, too long for a refusal
+if TYPE_CHECKING:  # deferred: importing transformers' models takes two seconds
     from transformers import PreTrainedTokenizerBase
 
 LONGEST = 2_048  # longest sequence for a model without a run, if its context allows it

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:  # importing transformers' models takes two seconds, too long for a refusal
+if TYPE_CHECKING:  # deferred: importing transformers' models takes two seconds
     from transformers import PreTrainedTokenizerBase
 
 CLASSES = ("URL piece", "number", "punctuation", "word start", "word continuation", "other")

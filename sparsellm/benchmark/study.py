@@ -82,8 +82,8 @@ def benchmark(config: BenchmarkConfig) -> tuple[dict[str, Any], Path]:
 def _draw(path: Path, results: dict[str, Any]) -> None:
     """Write the figure; if it cannot be written, a line says so."""
     try:
-        path.unlink(missing_ok=True)  # of an earlier benchmark
-        # matplotlib takes half a second to import: a refusal need not wait for it
+        path.unlink(missing_ok=True)  # an earlier benchmark's results
+        # deferred: importing matplotlib takes half a second, and a wrong command should fail at once
         from sparsellm.benchmark import figure
         from sparsellm.figures import drawn
 

@@ -22,7 +22,7 @@ class Sample(NamedTuple):
 
     tokens: int
     seconds: float
-    millijoules: float | None  # of the whole GPU; None without a counter
+    millijoules: float | None  # energy of the whole GPU; None without a counter
 
 
 class Stopwatch:

@@ -24,7 +24,7 @@ from sparsellm.system.garbage_collection import without_garbage_collection
 
 @entry_point("evaluate", lambda config, _typed: agreed(mistakes(config)))
 def main(config: EvaluateConfig) -> int:
-    # This import takes seconds, which a refusal should not take.
+    # Deferred: this import takes seconds, and a wrong command should fail at once.
     from sparsellm.evaluation.checkpoint import evaluate_checkpoint
 
     try:

@@ -16,7 +16,7 @@ from sparsellm.hf import hub
 from sparsellm.runs.locate import Checkpoint, CheckpointNotFound, locate, not_found, unreadable
 from sparsellm.system.console import warn
 
-if TYPE_CHECKING:  # these imports take seconds, which a refusal should not take
+if TYPE_CHECKING:  # deferred: these imports take seconds
     import torch
 
     from sparsellm.inference.generation import Generator, Sampling

@@ -45,7 +45,7 @@ def main(config: PushConfig) -> int:
     try:
         if not config.dry_run:
             _need_hub()
-        # The hub's library only sees a folder of links to the files to upload.
+        # The hub's library sees only a folder of links to the files to upload.
         with tempfile.TemporaryDirectory(prefix="sparsellm-push-") as name:
             folder = Path(name)
             (folder / CARD).write_text(_card(Path(checkpoint.model), config.license), encoding="utf-8")

@@ -76,7 +76,7 @@ def main(config: Config) -> int:
             run_folder.tidy(config.run.folder)
             print(f"{config.run.name} is complete.\n" + report.finish(config, config.run.folder))
         return 0
-    # These imports take seconds, which a refusal should not take.
+    # Deferred: these imports take seconds, and a wrong command should fail at once.
     from sparsellm.training.loop import Trainer
     from sparsellm.training.micro_batch import OutOfMemory
 
@@ -84,7 +84,7 @@ def main(config: Config) -> int:
     try:
         with process_group(device_type(config.runtime)) as ranks:
             try:
-                # What may be refused comes before the run's folder, so that a refusal leaves nothing behind.
+                # All checks come before the run's folder is made, so that a refused command leaves nothing behind.
                 evaluation = live.load(
                     config.evaluation, config.model, config.sparsity.activation, config.runtime, ranks
                 )

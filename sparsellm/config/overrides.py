@@ -70,7 +70,8 @@ def parse(texts: list[str], schema: type = Config) -> Typed:
 
 
 def _without_dashes(texts: list[str], mistakes: list[str], schema: type) -> list[str]:
-    """The `texts` without flags such as --lr 3; adds a message to `mistakes` for each flag: what to write instead."""
+    """The `texts` without flags such as --lr 3; adds a message to `mistakes` for each flag, which says what to
+    write instead."""
     kept, rest = [], list(texts)
     while rest:
         text = rest.pop(0)

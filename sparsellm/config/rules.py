@@ -247,7 +247,7 @@ def mix_mistakes(data: DataConfig) -> list[str]:
     found, total = [], sum(source["weight"] for source in data.mix)
     for name, count in Counter(data.mix_names).items():
         if count > 1:
-            found.append(f"data.mix has {count} sources called {name}: give folders whose last parts differ")
+            found.append(f"data.mix has {count} sources called {name}: give folders with different names")
     for source in data.mix:
         if source["weight"] / total < (least := 1 / MIX_PERIOD):
             found.append(f"data.mix gives {source['data']} less than {least} of all samples: raise its weight")

@@ -36,7 +36,7 @@ from sparsellm.data.checksums import Verified, digest_of
 from sparsellm.data.errors import DataError
 from sparsellm.system.files import read_sealed, write_sealed
 
-VERSION = 2  # of the layout above
+VERSION = 2  # version of the layout above
 SPLITS = ("train", "validation")
 FILES = [f"{split}.{kind}" for split in SPLITS for kind in ("tokens", "documents")]
 DOCUMENT_DTYPE, DOCUMENT_BYTES = "<i8", 8
@@ -65,17 +65,17 @@ class Manifest:
     licences: dict[str, int] = field(default_factory=dict)  # number of documents per value of the licence column
     train: Split = field(default_factory=Split)
     validation: Split = field(default_factory=Split)
-    source_checksums: dict[str, str] = field(default_factory=dict)  # of the local source files read so far (sources.py)
+    source_checksums: dict[str, str] = field(default_factory=dict)  # local source files read so far (sources.py)
     empty_documents: int = 0  # skipped because they have no text
     bad_records: int = 0  # skipped with data.skip_bad_records
     empty_files: int = 0  # skipped because they have no documents
-    unparsable_modules: int = 0  # of the standard library
+    unparsable_modules: int = 0  # modules of the standard library that could not be parsed
     tokenizer_characters: int | None = None  # characters at the start of the text on which a tokenizer was trained
     position: dict[str, Any] = field(default_factory=lambda: {"file": 0, "document": 0})  # after the last document read
     # How the files share the tokens (shares.py). None: files are read in order, completely, as before 0.1.0.
     seed: int | None = None  # shuffles the blocks of each file
     goals: list[int] = field(default_factory=list)  # training tokens asked for so far, in ascending order
-    targets: dict[str, int] = field(default_factory=dict)  # of the pass under way: training tokens after each file
+    targets: dict[str, int] = field(default_factory=dict)  # current pass: training tokens after each file
     taken: dict[str, dict[str, int]] = field(default_factory=dict)  # file -> documents, training tokens, whether all
     # In progress.json: counts and position before the first document of the current file, whose documents can be rolled
     # back. None if the file has no document yet, or has some from an earlier pass or in a finished folder.

@@ -216,7 +216,7 @@ class _Opening:
         as_found = (vocabulary.found or "").encode()
         earlier = data.folder / f"tokenizer-{tokenizer.digest(vocabulary, as_found)[:8]}"
         if as_found and earlier.is_dir():
-            folder = earlier  # of runs started before 0.1.0, when tokenizers were used as they were found
+            folder = earlier  # runs started before 0.1.0 used tokenizers as they were found
         else:
             tokenizer.save(vocabulary, folder)
         files = corpus.find_files(data)

@@ -4,8 +4,8 @@ A piece ends before a space between a word and a letter. That changes no token i
 
 - the normalizer acts independently on each side of the space, as those of NORMALIZERS do;
 - no pre-tokenizer word spans the split: "a b" gives the words of "a" and of " b". If the pre-tokenizer does not split
-  at spaces (converted sentencepiece models), the model must be a BPE without tokens that have the space mark after
-  another character: then no merge spans the split;
+  at spaces (converted sentencepiece models), the model must be a BPE without tokens that have the space mark (▁)
+  after another character: then no merge spans the split;
 - no added token, which is matched before all of that, spans the split.
 
 Llama 2's normalizer prepends "▁" to every text and replaces every space by it. There a piece starts with the letter,

@@ -196,14 +196,14 @@ def _checking(files: Iterable[T]) -> Iterable[T]:
 
 
 class Reading:
-    """Records in a manifest what is taken of each source file, and the checksums of local ones."""
+    """Tracks in the manifest how much of each source file was used, and the checksums of local files."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.manifest, self.verified = manifest, Verified(folder)
         self.files = list(manifest.source_files)
         self.stamps = {file: stamp(Path(file)) for file in self.files if "://" not in file}
         self.read: dict[str, bool] = {}  # files since the last `sync`: whether to their ends
-        self.taken: dict[str, int] = {}  # of the current file
+        self.taken: dict[str, int] = {}  # documents and tokens taken from the current file
 
     def begin(self, document: Document) -> None:
         """Count a document, or the end of its file."""

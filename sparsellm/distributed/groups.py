@@ -28,7 +28,7 @@ from sparsellm.distributed.lifeline import ARRIVAL, PATIENCE, Lifeline, RanksMis
 from sparsellm.system.console import say, warn
 from sparsellm.system.errors import SparsellmError
 
-TIMEOUT = timedelta(seconds=PATIENCE)  # of collectives; lifelines end ranks sooner, with an explanation
+TIMEOUT = timedelta(seconds=PATIENCE)  # timeout of collectives; lifelines end ranks sooner, with an explanation
 SHARED = "what they read and write must be on a file system that all nodes share, under the same path"
 
 T = TypeVar("T")

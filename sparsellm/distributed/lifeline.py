@@ -95,7 +95,7 @@ class Lifeline:
         self.me = f"rank {rank} (host {socket.gethostname()}, process {os.getpid()})"
         self._others: dict[int, socket.socket] = {}
         self._own = _Standing(self.me)
-        self._standings = {rank: self._own}  # of this rank and of those that it watches
+        self._standings = {rank: self._own}  # this rank, and the ranks that it watches
         self._lost: str | None = None
         self._lock, self._heard, self._left = threading.Lock(), threading.Event(), threading.Event()
         # A forked process would keep the connections open after this process ends.

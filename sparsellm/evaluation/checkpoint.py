@@ -123,7 +123,7 @@ class Evaluation:
         self.request, self.ranks = request, ranks
         self.config, self.checkpoint = request.config, request.checkpoint
         self.failed: dict[str, str] = {}
-        self.loading: Future[Any] | None = None  # of the model, started when first needed
+        self.loading: Future[Any] | None = None  # loads the model; started when it is first needed
         self.asked, self.kernels = Kernels.torch, "torch"  # the requested and the actual kernels of the model's blocks
         self.obstacle = obstacle(self.asked, ranks.device.type)  # why the blocks run in PyTorch
 
@@ -340,8 +340,8 @@ class Evaluation:
         config = self.request.run_config()
         if (self.checkpoint.step or 0) * config.training.tokens_per_step < config.sparsity.relu_tokens:
             self.ranks.say(
-                f"{self.checkpoint}: its run validated with a gate between SiLU and ReLU, but the held-out loss here"
-                " uses the final gate, ReLU"
+                f"{self.checkpoint}: its run validated with a gate activation between SiLU and ReLU, but the held-out"
+                " loss here uses the final gate, ReLU"
             )
         return blocks
 

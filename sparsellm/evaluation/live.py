@@ -166,7 +166,7 @@ class LiveEvaluation:
         result = error = None
         try:
             result = work()
-        except Exception as exception:  # of any kind: a failed score must not stop training
+        except Exception as exception:  # any kind of error: a failed score must not stop training
             error = one_line(exception)
         if (error := first_error(error)) is None:
             return result

@@ -33,7 +33,7 @@ class Request:
     config: EvaluateConfig
     checkpoint: Checkpoint
     output: Path
-    dtype: torch.dtype | None = None  # of weights and activations; None until `opened`
+    dtype: torch.dtype | None = None  # dtype of weights and activations; None until `opened`
     why: str = ""  # the reason for `dtype`
 
     @classmethod

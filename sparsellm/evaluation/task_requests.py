@@ -26,7 +26,7 @@ lm_eval.api.task.tqdm = partial(lm_eval.api.task.tqdm, disable=True)
 
 Pairs = list[tuple[str, str]]  # (context, continuation) of each request
 Tokens = dict[str, list[int]]  # text -> tokens
-AHEAD = 2  # tasks: building a large one takes longer than answering a small one
+AHEAD = 2  # tasks built ahead, because building a large task takes longer than answering a small one
 TEXTS = 4096  # texts per tokenizer call, whose offsets and masks take memory
 OF_A_ROW = ("doc_to_text", "doc_to_target", "doc_to_choice")  # lm-eval's methods of a task, one template each
 

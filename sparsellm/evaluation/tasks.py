@@ -22,7 +22,7 @@ from sparsellm.system.errors import SparsellmError, one_line
 
 @dataclass(frozen=True)
 class Stock:
-    path: str  # of lm-eval's definition, relative to lm_eval/tasks
+    path: str  # lm-eval's definition of the task, relative to lm_eval/tasks
     split: str  # scored split
     chance: float  # accuracy of guessing; nearly all rows have 1 / chance choices
 
@@ -160,8 +160,8 @@ def on_local_rows(name: str, stock: Path, source: Path) -> dict[str, Any]:
 
 @contextmanager
 def _local_datasets() -> Iterator[None]:
-    """For rows of local files: hide the progress bars of `datasets`, and replace its cache, to which it writes such
-    rows, if the cache is not writable, by a temporary folder that is removed with this process."""
+    """Prepare `datasets` for local files: hide its progress bars and, if its cache is not writable, use a temporary
+    folder as its cache, which is removed when this process ends."""
     import datasets
 
     cache, bars = Path(datasets.config.HF_DATASETS_CACHE), not datasets.are_progress_bars_disabled()

@@ -77,7 +77,7 @@ class Checked(NamedTuple):
     w_down: Tensor
     width: int  # K
     device: torch.device
-    addresses: tuple[int, int]  # of w_gate (0 if not gated) and w_up
+    addresses: tuple[int, int]  # data pointers of w_gate (0 if not gated) and w_up
 
 
 class EngineChoice:

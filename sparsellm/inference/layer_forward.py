@@ -124,7 +124,7 @@ def attention_of_any_shape(device: torch.device) -> Iterator[None]:
 
 
 def by_kernels(x: Tensor) -> bool:
-    """Whether Triton kernels, not PyTorch's operators, compute with x."""
+    """Whether Triton kernels, rather than PyTorch's operators, process x."""
     return x.is_cuda
 
 

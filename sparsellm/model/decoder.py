@@ -54,7 +54,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         width, self.head_dim, bias = config.hidden_size, config.head_width, config.attention_bias
-        self.heads = config.num_heads, config.kv_heads, config.kv_heads  # of q, k and v
+        self.heads = config.num_heads, config.kv_heads, config.kv_heads  # heads of q, k and v
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(width, n * self.head_dim, bias=bias) for n in self.heads)
         self.o_proj = nn.Linear(config.num_heads * self.head_dim, width, bias=False)
         self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else None

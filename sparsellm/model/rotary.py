@@ -37,7 +37,7 @@ def _frequencies(config: ModelConfig, device: torch.device) -> tuple[Tensor, flo
     if rope.rope_type == RopeType.linear:
         return plain / rope.factor, 1.0
     # The share of each original frequency that is kept, 0 to 1, depends on its rotations within the training context.
-    rotations = rope.original_max_position_embeddings / (2 * math.pi)  # of pair 0
+    rotations = rope.original_max_position_embeddings / (2 * math.pi)  # rotations of pair 0
     if rope.rope_type == RopeType.llama3:
         low, high, sharpening = rope.low_freq_factor, rope.high_freq_factor, 1.0
         kept = ((plain * rotations - low) / (high - low)).clamp(0, 1)

@@ -55,7 +55,7 @@ def keep(costs: Costs, sizes: Tuning | None) -> Path:
 
 @contextmanager
 def measuring() -> Iterator[bool]:
-    """The lock on measuring for `file()`: one process per machine holds the lock, and other processes wait for it.
+    """Hold the lock for measurements that `file()` stores: one process per machine holds it while the others wait.
 
     Yields True with the lock, and False if another process still holds the lock after PATIENCE seconds. If the cache
     cannot be written, there is no lock, and the result is True.

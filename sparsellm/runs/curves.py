@@ -41,7 +41,7 @@ class Curves:
 
     title: str
     tokens_per_step: int
-    neurons: int  # of a layer
+    neurons: int  # neurons per layer
     dead_after_tokens: int
     warmup_steps: int
     sources: list[str]  # the names of data.mix

@@ -166,7 +166,7 @@ def room_mistakes(
 ) -> list[str]:
     """Mistakes if the disk lacks space for the run's checkpoints: those kept, and a new one."""
     folder = run.folder
-    size = parameters(model) * ((1 + MOMENTS) * FLOAT32 + DTYPES[hf_dtype].itemsize)  # of state/ and of hf/
+    size = parameters(model) * ((1 + MOMENTS) * FLOAT32 + DTYPES[hf_dtype].itemsize)  # state/ and hf/
     steps = [] if run.restart else saved_steps(folder)
     with suppress(ConfigError):  # `mistakes` reports a damaged config.yaml
         if (begun := begun_as(run)) is not None:

@@ -124,7 +124,7 @@ class StepReport:
     """The reduced numbers of one step, possibly still in flight; `read` waits for them."""
 
     known: dict[str, Any]  # values that are already on the host, by row key
-    shapes: dict[str, torch.Size]  # of the fields of StepValues in `numbers`
+    shapes: dict[str, torch.Size]  # shapes of the fields of StepValues in `numbers`
     numbers: Tensor  # float64 on the host: the fields in the order of `shapes`, flattened and concatenated
     copied: torch.cuda.Event | None
     clock: StepClock
@@ -147,7 +147,7 @@ class StepValues:
 
     known: dict[str, Any]
     # The next three are measured on this rank (StepClock); rows have the main rank's values.
-    seconds: float  # of the whole step, including the wait for data
+    seconds: float  # duration of the whole step, including the wait for data
     peak_memory: int | None  # bytes, the largest allocation during the step
     data_wait: float  # seconds
     ce: float  # sum over all ranks' tokens, in nats
@@ -301,7 +301,7 @@ class Saved(NamedTuple):
     """The extent of metrics.jsonl when a checkpoint was saved; stored in the checkpoint under "metrics"."""
 
     bytes: int
-    xxh3: str  # of the first `bytes` bytes
+    xxh3: str  # checksum of the first `bytes` bytes
 
 
 class History(NamedTuple):
@@ -474,7 +474,7 @@ class MetricsFile:
             warn(f"{path}: removed {cut:,} rows that the resumed run will write again")
         write_whole(path, content)
         self._file = regular.to_write(path, "r+b", buffering=0)
-        self._bytes, self._digest = len(content), xxhash.xxh3_64(content)  # of the content written so far
+        self._bytes, self._digest = len(content), xxhash.xxh3_64(content)  # what was written so far
         self.telling = telling(kept)
         self.waiting: list[bytes] = []  # rows that could not be written yet
 

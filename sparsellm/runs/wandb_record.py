@@ -46,7 +46,7 @@ from sparsellm.system.errors import one_line
 from sparsellm.system.files import write_whole
 
 FOLDER = "wandb"  # in the run's folder
-HEADER_BYTES = 7  # of a .wandb file
+HEADER_BYTES = 7  # size of a .wandb file's header
 PATIENCE = 60  # seconds that a record may go without growing after rows were logged
 FINISHING = 8  # seconds to wait for a record to finish
 TABLE = ("score", "stderr", "metric", "rows")  # columns of the evaluation table, after the task's name
@@ -293,7 +293,7 @@ def _environment(bare: bool) -> Iterator[None]:
         yield
     finally:
         for key, value in hidden.items():
-            os.environ.setdefault(key, value)  # keeps a new WANDB_SERVICE, of the process that was started meanwhile
+            os.environ.setdefault(key, value)  # keeps a new WANDB_SERVICE, which names a process started since
 
 
 @contextmanager

@@ -64,7 +64,7 @@ class _Lasting(io.FileIO):
             self._write(data)
         except OSError as error:
             if self.result:
-                self.result = False  # drop what is still buffered without another error
+                self.result = False  # the rest of the buffer is discarded without another error
                 raise OutputLost(error) from error
             self.lost += bytes(data).count(b"\n")
             if not self.said:

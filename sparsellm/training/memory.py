@@ -211,8 +211,8 @@ class Gpu:
         return torch.cuda.memory_stats(self.device)["num_alloc_retries"]
 
     def _outside(self) -> int:
-        """Bytes that this process holds on the GPU outside of tensors, by the driver's list of processes. If that list
-        does not show this process (in some containers), all used memory except this process's tensors."""
+        """Bytes that this process holds on the GPU outside of tensors, according to the driver's list of processes. If
+        that list does not show this process (in some containers), all used memory except this process's tensors."""
         free, total = torch.cuda.mem_get_info(self.device)
         reserved = torch.cuda.memory_reserved(self.device)
         used = _used_by_this_process(self.device)

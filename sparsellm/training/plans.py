@@ -105,7 +105,7 @@ class Plans:
     def resize(self, size: int) -> None:
         """Choose engines for micro-batches of `size` sequences from now on."""
         micro_batches = math.ceil(self.sequences / size)
-        self.tokens = self.sequences * self.sequence_length // micro_batches  # tokens of the mean micro-batch
+        self.tokens = self.sequences * self.sequence_length // micro_batches  # mean tokens per micro-batch
 
     def before(self, step: int) -> bool:
         """Decide the plans if a decision is due before `step`, and return whether it was. Waits for step - DELAY."""

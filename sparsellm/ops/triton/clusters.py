@@ -42,7 +42,7 @@ OF_ALL = {"TOKENS": 128, "BLOCK": 64, "num_warps": 8, "num_stages": 3}
 AT_A_TIME = 2048  # words of masks or tokens that a program processes at once
 
 PAIRS = tl.constexpr(16)  # per word
-LOW_BITS = tl.constexpr(0x01010101)  # of each byte
+LOW_BITS = tl.constexpr(0x01010101)  # the lowest bit of each byte
 
 
 @triton.jit
@@ -96,7 +96,7 @@ def profile(
         begin = tl.sum(tl.where(other < cluster, of_cluster, 0), 0)
         count = tl.minimum(tl.sum(tl.where(other == cluster, of_cluster, 0), 0), MEMBERS)
         shift = tl.arange(0, 4) * 2
-        sums = tl.zeros((4, WIDE), tl.uint32)  # four counts each: of bits 2 i, 2 i + 8, 2 i + 16, 2 i + 24
+        sums = tl.zeros((4, WIDE), tl.uint32)  # each sum holds four counts: bits 2 i, 2 i + 8, 2 i + 16, 2 i + 24
         for start in range(0, count, ROWS):
             there = start + line < count
             token = tl.load(members + first + begin + start + line, mask=there, other=0).to(tl.int64)

@@ -110,13 +110,15 @@ def plan(
     bits, order, names, slots, places, sizes, items, totals, fired, rows, columns, pitch,
     TILE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, LISTING: tl.constexpr,
 ):  # fmt: skip
-    """Program i finds the union of tile i: TILE rows of bits [rows, ceil(columns / 32)], in the order of `order`, or,
-    if that is None, their own; ROWS rows at a time, WORDS words of each.
+    """Program i finds the union of the columns that fire in tile i. `bits` is [rows, ceil(columns / 32)]; tile i has
+    the rows order[i * TILE : (i + 1) * TILE], or those rows themselves if `order` is None. The program reads ROWS x
+    WORDS words at a time.
 
     LISTING: writes slots (names[column] if `names` is not None, else the column) and places, int32 [tiles, pitch], and
     sizes, int32 [tiles], the number of slots. For each BLOCK slots of a tile, `items` gets the number tile * (pitch /
     BLOCK) + block; the items are in any order, and totals[ITEMS] counts them.
-    fired, uint8 [columns], if not None: marks the columns that fire, and adds the nonzeros and the union to totals.
+    fired, uint8 [columns], if not None: marks the columns that fire, and adds the number of nonzeros and the size of
+    the union to totals.
     """
     tile, of_row = tl.program_id(0), tl.cdiv(columns, 32)
     bit = tl.arange(0, 32)
