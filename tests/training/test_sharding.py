@@ -111,7 +111,7 @@ def train_every_way(rank, world_size, folder):
         joined(folder / "store", rank, world_size) as ranks,
         # The dense engine of the operator, on the terms of the kernels: accelerated blocks, whose plans decide.
         patch.object(loop, "takes_kernels", lambda runtime, *_: runtime.compile),
-        patch.multiple(build, load=lambda: None, loaded=lambda: True, available=lambda: (True, "")),
+        patch.multiple(build, load=lambda: None, loaded=lambda: True),
         # There is no GPU to ask for its name.
         patch.object(first_use, "policy_for", lambda *_: Policy()),
         # The graphs matter here, which torch's shards must not break, and this backend is quick.
