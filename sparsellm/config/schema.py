@@ -128,13 +128,10 @@ class DataConfig:
     path: str | None = key(None, "Folder of the prepared tokens. null: data/NAME.")
     max_tokens: int | None = key(None, "Number of training tokens to prepare. null: as many as the experiment reads.")
     validation_fraction: float = key(
-        0.005,
-        "Fraction of documents held out, by content hash; of the text, if documents are too few. 0: no validation.",
-        minimum=0,
-        below=1,
+        0.005, "Fraction held out: documents, by content hash, or the end of a short text. 0: none.", minimum=0, below=1
     )
     mix: list[dict[str, Any]] = key(
-        [], "Weighted mix of prepared data/NAME or folders, [{data: NAME, weight: W}, ...]; replaces the keys above."
+        [], "Prepared corpora to mix, [{data: NAME, weight: W}, ...]: data/NAME or folders. Replaces the keys above."
     )
     verify: bool = key(False, "Verify all prepared tokens at the start, even if the files look unchanged.")
     streaming: bool = key(False, "Tokenize while training instead of preparing first.")
@@ -182,18 +179,11 @@ class SparsityConfig:
         10_000_000, "Number of tokens without firing after which a neuron counts as dead.", minimum=1
     )
     reinit_dead_after_tokens: int | None = key(
-        None,
-        "Tokens without firing after which a neuron's gate row is reinitialized, except in as many last tokens of the "
-        "run. null: never.",
-        minimum=1,
+        None, "Tokens without firing after which a gate row is redrawn, unless fewer remain. null: never.", minimum=1
     )
     reinit_every: int = key(100, "Steps between reinitializations.", minimum=1)
     reinit_blend: float = key(
-        1.0,
-        "Weight of the new row when a gate row is reinitialized. Below 1, the row is blended again at every "
-        "reinitialization until its neuron fires.",
-        above=0,
-        maximum=1,
+        1.0, "Weight of the new row. Below 1, a gate row is blended again until its neuron fires.", above=0, maximum=1
     )
 
 
@@ -216,7 +206,7 @@ class OptimizerConfig:
 
     learning_rate: float = key(1e-3, "Peak learning rate.", above=0)
     schedule: Schedule = key(
-        Schedule.cosine, "Learning rate after the warm-up. wsd: constant, then linear decay over decay_fraction."
+        Schedule.cosine, "Learning rate after the warm-up. wsd: constant, then a linear decay (decay_fraction)."
     )
     decay_fraction: float = key(
         0.2, "Fraction of training.steps, at their end, over which wsd decays.", above=0, maximum=1
@@ -272,7 +262,7 @@ class RuntimeConfig:
     )
     recompute: bool = key(False, "Recompute each layer in the backward pass instead of keeping its activations.")
     shard: Shard = key(
-        Shard.none, "What a node's ranks shard: nothing; gradients and optimizer state; or (full) weights too."
+        Shard.none, "State sharded across a node's ranks. optimizer: gradients and optimizer state; full: weights too."
     )
     deterministic: bool = key(False, "Bitwise reproducible runs on the same ranks and hardware; slower.")
     data_workers: int = key(
@@ -331,7 +321,7 @@ class RunConfig:
 
 @dataclass
 class Config:
-    """The whole configuration of a run. Keys outside of the groups:"""
+    """The configuration of a run. Keys that belong to no group:"""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
