@@ -155,19 +155,15 @@ def read(folder: Path, name: str = "manifest.json") -> Manifest | None:
             f"{path} has layout version {values.get('version')}, but this sparsellm reads version {VERSION}:"
             f" {_again(folder)}"
         )
-    return _manifest(values, path)
+    try:
+        return Manifest(**{**values, **{split: Split(**values[split]) for split in SPLITS}})
+    except (TypeError, KeyError) as error:
+        raise DataError(f"{path} is damaged ({type(error).__name__}: {error}): {_again(folder)}") from None
 
 
 def write(manifest: Manifest, folder: Path, name: str) -> None:
     """Write `manifest` to `folder` atomically; it is synced to disk when this returns."""
     write_sealed(folder / name, asdict(manifest))
-
-
-def _manifest(values: dict[str, Any], path: Path) -> Manifest:
-    try:
-        return Manifest(**{**values, **{split: Split(**values[split]) for split in SPLITS}})
-    except (TypeError, KeyError) as error:
-        raise DataError(f"{path} is damaged ({type(error).__name__}: {error}): {_again(path.parent)}") from None
 
 
 def tokenizer_names(manifest: Manifest) -> list[str]:

@@ -328,7 +328,8 @@ def _write_tokens(
                         break
                 else:  # the pass ends before its goal
                     manifest.targets = {}
-                    manifest.exhausted = manifest.seed is None or shares.are_used_up(manifest)
+                    left = manifest.source_files.keys() - shares.used_up(manifest)
+                    manifest.exhausted = manifest.seed is None or not left
 
 
 def _encoded(request: Request, manifest: Manifest, vocabulary: Vocabulary) -> Generator[encoding.Chunk, None, None]:

@@ -43,8 +43,8 @@ def begin_pass(manifest: Manifest, limit: int) -> int:
         manifest.goals.append(limit)
         unreached = [limit]
     if next(reversed(manifest.targets.values()), None) != unreached[0]:  # none, or those of an earlier goal
-        start = tokens_left(manifest)
-        sizes = {file: size or 1 for file, size in manifest.source_files.items() if not _is_used_up(manifest, file)}
+        start, used = tokens_left(manifest), used_up(manifest)
+        sizes = {file: size or 1 for file, size in manifest.source_files.items() if file not in used}
         sums, total = accumulate(sizes.values()), sum(sizes.values())
         manifest.targets = {
             file: start + (unreached[0] - start) * so_far // total for file, so_far in zip(sizes, sums, strict=True)
@@ -53,13 +53,9 @@ def begin_pass(manifest: Manifest, limit: int) -> int:
     return unreached[0]
 
 
-def _is_used_up(manifest: Manifest, file: str) -> bool:
-    return file in manifest.taken and bool(manifest.taken[file]["all"])
-
-
-def are_used_up(manifest: Manifest) -> bool:
-    """Whether no file has text left."""
-    return all(_is_used_up(manifest, file) for file in manifest.source_files)
+def used_up(manifest: Manifest) -> set[str]:
+    """The files that have no text left."""
+    return {file for file, taken in manifest.taken.items() if taken["all"]}
 
 
 def finish(manifest: Manifest) -> None:

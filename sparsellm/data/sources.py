@@ -10,7 +10,7 @@ exist, as on a machine that has only the tokens, nothing is reported.
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from tqdm import tqdm
 
@@ -23,8 +23,6 @@ from sparsellm.data.manifest import SPLITS, Manifest, Split
 
 NAMED = 3  # most files listed in one message
 _ENDS = "ends "  # in front of the checksum of a file's ends
-
-T = TypeVar("T")
 
 
 def changes(manifest: Manifest, folder: Path) -> list[str]:
@@ -191,7 +189,7 @@ def so_far(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def _checking(files: Iterable[T]) -> Iterable[T]:
+def _checking(files: Iterable[str]) -> Iterable[str]:
     return tqdm(files, desc="checksums of the text", unit=" files", delay=5, leave=False)
 
 
