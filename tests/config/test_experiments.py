@@ -99,6 +99,20 @@ def test_an_experiment_has_these_values_and_the_defaults_for_all_others(experime
     assert {k: v for k, v in found.items() if k in expected or (v != DEFAULTS[k] and k not in derived)} == expected
 
 
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        ("fineweb_edu_stream", FINEWEB_EDU | {"data.name": "fineweb_edu_stream", "data.streaming": True}),
+        ("files", {"data.name": "files", "data.source": "files", "data.files": ["x"], "data.tokenizer": "t"}),
+    ],
+)
+def test_a_corpus_without_an_experiment_has_these_values(choice, expected):
+    files = ["data.files=[x]", "data.tokenizer=t"] if choice == "files" else []
+    found = flat(to_dict(from_overrides([f"data={choice}", *files]).data), "data.")
+    found.pop("data.path")
+    assert found == {key: DEFAULTS[key] for key in found} | expected
+
+
 # Values of published models that test_architectures.py does not hold by their number of parameters.
 SHAPES = {
     "llama2_7b": {"context_length": 4_096, "rope_theta": 1e4},
