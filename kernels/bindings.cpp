@@ -74,7 +74,7 @@ class Call {
     });
   }
 
-  // Plain products by cuBLAS, as torch.mm and torch.addmm call it.
+  // Multiplies two matrices with cuBLAS, which is called as torch.mm and torch.addmm call it.
   sparsellm::Multiply multiply() const {
     return [this](const sparsellm::Matrix& a, const sparsellm::Matrix& b, void* out, bool add) {
       const Tensor left = view(a), right = view(b), to = view({out, a.rows, b.columns, false});
@@ -112,7 +112,8 @@ Layer layer_of(const Call& call, const Tensor& x, const OptionalTensor& w_gate, 
   return {data(x), data(w_gate), data(w_up), data(w_down_t), x.numel() / k, k, w_up.size(0)};
 }
 
-// The statistics that an operator returns: l1 float32 [], fired bool [N], counts int64 [4]; all [0] if not wanted.
+// The statistics that an operator returns: l1 float32 [], fired bool [N], counts int64 [4]. If not
+// wanted, all three have shape [0].
 struct Statistics {
   Statistics(const Call& call, int64_t n, bool wanted = true)
       : l1(call.empty(std::vector<int64_t>(wanted ? 0 : 1), aoti_torch_dtype_float32())),

@@ -22,7 +22,7 @@ namespace sparsellm {
 constexpr int kTokenTile = 128;                         // tokens per token tile
 constexpr int kColumnTile = 256;                        // columns per column tile, and per segment
 constexpr int kCompression = 8;                         // columns per word of a packed segment
-constexpr int kTileWords = kColumnTile / kCompression;  // W, the words of a segment
+constexpr int kTileWords = kColumnTile / kCompression;  // W, the number of words of a segment
 constexpr int kSectorWords = 8;  // contiguous words of a segment: 32 bytes, one memory sector
 
 // Numbers of tokens at which the row engine changes its method. sparsellm/ops/borders.py has the same numbers; loading
@@ -75,13 +75,14 @@ struct Matrix {
 // Computes out = a b, or out = out + a b if `add` is true. `out` is stored row by row. May throw.
 using Multiply = std::function<void(const Matrix& a, const Matrix& b, void* out, bool add)>;
 
-// Row: multiplies each token by the weight rows of its own neurons. The row engine has no backward pass.
+// The row engine multiplies each token by the weight rows of only those neurons that fire for the token. It has no
+// backward pass.
 int64_t row_workspace_bytes(int64_t m, int64_t k, int64_t n);
 cudaError_t row_forward(const Layer& layer, const Multiply& multiply, void* workspace, const Result& result,
                         cudaStream_t stream);
 
-// Tile: multiplies each tile of 128 tokens by the weight rows of the neurons that fire in the tile (README.md). The
-// sizes of its buffers depend on a TileShape alone.
+// The tile engine multiplies each tile of 128 tokens by the weight rows of the neurons that fire in the tile
+// (README.md). The sizes of its buffers depend on a TileShape alone.
 struct TileShape {
   int64_t m, k, n;
   bool gated;
@@ -96,9 +97,9 @@ TileShape tile_shape(int64_t m, int64_t k, int64_t n, bool gated, int64_t capaci
 int64_t tile_max_tokens(bool saving);  // the largest M; saving: a backward pass follows
 int64_t tile_max_capacity();
 int64_t tile_workspace_bytes(const TileShape& shape, bool saving);
-// The bytes of a saved buffer. The number of bytes modulo 16 identifies the engine that filled the buffer: 0 dense, 2
-// tile with tokens in their original order, 6 tile with ordered tokens. So tile_shape_of_saved recovers the shape from
-// the length alone, or returns capacity -1 if tile_forward never saves that many bytes for such a layer.
+// The number of bytes of a saved buffer. This number modulo 16 identifies the engine that filled the buffer: 0 is
+// dense, 2 is tile with tokens in their original order, 6 is tile with ordered tokens. So tile_shape_of_saved recovers
+// the shape from the length alone, or returns capacity -1 if tile_forward never saves that many bytes for such a layer.
 int64_t tile_saved_bytes(const TileShape& shape);
 TileShape tile_shape_of_saved(int64_t length, int64_t m, int64_t k, int64_t n, bool gated);
 // saved: where to write what tile_backward needs, or null.
@@ -120,7 +121,7 @@ cudaError_t tile_backward(const Layer& layer, const TileShape& shape, const void
 // Finds a field of the tile plan in a saved buffer, by its name in README.md; the tests of single stages use it.
 // element_bytes is 0 if no field has that name.
 struct Field {
-  int64_t offset, count;  // in bytes, in elements
+  int64_t offset, count;  // offset in bytes, count in elements
   int element_bytes;
 };
 Field tile_saved_field(const TileShape& shape, const char* name);

@@ -69,14 +69,14 @@ struct Kept {
   }
 };
 
-// What only the tile engine's forward pass needs.
+// Buffers that only the tile engine's forward pass needs.
 struct TileWorkspace {
   Packed packed;
   uint32_t* rows;
   float* l1_partials;
   uint32_t* hidden;   // h, indexed like g in the lists; null if backward does not need g, because then h replaces g in
                       // the lists
-  void* temporaries;  // for token_order, and later for row_rest
+  void* temporaries;  // workspace of token_order, and later of row_rest
 
   TileWorkspace(Arena& arena, const TileShape& s, const Result& result, bool saving) {
     packed = lay_out_packed(arena, s.m, s.n, result);
@@ -87,7 +87,7 @@ struct TileWorkspace {
   }
 };
 
-// What the tile engine's backward pass needs in addition to the saved buffer.
+// Buffers that the tile engine's backward pass needs in addition to the saved buffer.
 struct BackwardWorkspace {
   NeuronPlan plan;
   int32_t *drawn, *tickets, *arrivals;  // counters of tile_gradient, tile_weights, rest_backward
@@ -95,7 +95,7 @@ struct BackwardWorkspace {
   uint32_t *dz, *du, *dz_by_neuron, *du_by_neuron, *h_by_neuron;
   float* partials;
   void *operand, *second_operand;
-  void* planes;     // for rest_backward
+  void* planes;     // workspace of rest_backward
   void* dw_down_t;  // [N, K]: dW_d by neuron; the last stage transposes it to dw_down
 
   BackwardWorkspace(Arena& arena, const TileShape& s, bool float_weights)

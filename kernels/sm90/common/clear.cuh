@@ -1,5 +1,5 @@
 // A kernel that zeroes statistics to which the next kernel, a matrix product, adds. The product may start while this
-// kernel still runs, and waits for it only before it adds.
+// kernel still runs; `early` determines when the product must wait.
 #pragma once
 
 #include "common/host.h"

@@ -63,7 +63,7 @@ inline cudaError_t tensor_map(CUtensorMap* map, const void* data, int64_t rows, 
 // another thread's launch for a wide layer fail.
 inline cudaError_t allow_shared_memory(const void* kernel, uint32_t bytes) {
   static std::mutex mutex;
-  static std::map<std::pair<const void*, int>, uint32_t> allowed;  // by kernel and device
+  static std::map<std::pair<const void*, int>, uint32_t> allowed;  // largest size so far, by kernel and device
   int device = 0;
   const cudaError_t known = cudaGetDevice(&device);
   if (known != cudaSuccess) return known;

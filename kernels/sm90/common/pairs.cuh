@@ -37,7 +37,7 @@ struct PairShared {
   uint64_t tile_free;
   uint64_t drawn[kRounds];
   uint32_t pairs[kRounds];  // [r % kRounds] the pair of round r; after the last pair, a number >= the number of pairs
-  uint32_t fired[2][8];     // one bit per neuron that fires for some token of the tile; two tiles are in flight
+  uint32_t fired[2][8];     // [tile parity] one bit per neuron that fires for some token of the tile
 };
 
 constexpr uint32_t kPairBytes = 1024 + kStages * kStageBytes + kTileBytes + sizeof(PairShared);  // plus one bit per
@@ -295,7 +295,7 @@ __device__ __forceinline__ void multiply_pairs(const PairMemory& memory, const P
                                                Take take, Tell tell, End end) {
   constexpr int kMultiplyRegisters = kConsumerRegisters - (kFinishRegisters - kProducerRegisters) / 2;
   static_assert(kFinishRegisters % 16 == kProducerRegisters % 16, "setmaxnreg moves registers in multiples of eight");
-  enum Warp { kProducer = 0, kFirstConsumer = 4 };  // the warps between them finish tiles
+  enum Warp { kProducer = 0, kFirstConsumer = 4 };  // warps 1 to 3 finish tiles
   const PairCta cta(memory, product);
   if (threadIdx.x == 0) cta.init_barriers();
   if (threadIdx.x < 16) cta.shared.fired[threadIdx.x / 8][threadIdx.x % 8] = 0;

@@ -98,8 +98,8 @@ __device__ __forceinline__ uint32_t cluster_rank() {
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
-// Like cluster_arrive, but does not wait for the thread's earlier accesses: for an arrival that publishes no data, or
-// only barriers after fence_mbarrier_init.
+// Like cluster_arrive, but does not wait for the thread's earlier memory accesses. Used if the arrival publishes no
+// data, or only barriers for which fence_mbarrier_init has been called.
 __device__ __forceinline__ void cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }

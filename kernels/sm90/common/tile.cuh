@@ -27,13 +27,13 @@ constexpr uint32_t kTileBytes = kTileM * kTileN * 2;
 
 constexpr int kThreads = 384;
 constexpr int kConsumerWarps = 8;
-// Registers per thread. A kernel of kThreads is launched with 168 each. If the roles ask for more than that in total,
-// setmaxnreg waits forever.
+// Registers per thread. A kernel of kThreads threads is launched with 168 registers per thread. If the roles together
+// ask for more than that, setmaxnreg waits forever.
 constexpr int kProducerRegisters = 104;
 constexpr int kConsumerRegisters = 200;
 static_assert(128 * kProducerRegisters + 256 * kConsumerRegisters <= 168 * kThreads, "more registers than launched");
 
-constexpr uint32_t kMaxSharedBytes = 232448;  // what one CTA may use on sm_90
+constexpr uint32_t kMaxSharedBytes = 232448;  // bytes of shared memory that one CTA may use on sm_90
 
 // A position in the ring of stages. Producer and consumers advance in the same way: with three stages, step k is in
 // stage k % 3, and its phase is the parity of k / 3.

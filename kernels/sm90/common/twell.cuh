@@ -45,7 +45,7 @@ __device__ __forceinline__ uint32_t nonzero_bits(const uint4& v) {
 
 // Sets bit 8 j + i if bf16 value i of v[j] is not zero.
 __device__ __forceinline__ uint32_t nonzero_bits(const uint4 (&v)[4]) {
-  uint32_t spread[2] = {};  // one word per two v: bits of even halves below, bits of odd halves above
+  uint32_t spread[2] = {};  // [j / 2] low 16 bits: even values of v[j]; high 16 bits: odd values
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     const uint32_t pairs[4] = {v[j].x, v[j].y, v[j].z, v[j].w};

@@ -24,7 +24,7 @@ struct Hidden {
   float* l1_partials;        // [MT, column tiles]
   float* l1;
   uint8_t* fired;
-  unsigned long long* counters;  // [kCounters], followed by the tickets
+  unsigned long long* counters;  // [kCounters], followed by the number of CTAs that are done
 
   __device__ __forceinline__ unsigned long long* tickets() const { return counters + kCounters; }
 };

@@ -1,25 +1,25 @@
-// token_order: `assign`, which finds each token's cluster and the similarity of the clusters (order.cu has the
-// algorithm).
+// token_order, the `assign` kernel: finds each token's cluster, and how similar the clusters are to one another
+// (order.cu has the algorithm).
 //
-// A token's score for each of 128 clusters needs |token & profile|, the number of the token's neurons that are in the
-// profile. A row of the table has one bit per cluster for a neuron. So the overlaps are the sums, column by column, of
-// the rows of the token's neurons: 128 sums of bits. The bits are added as bit planes, 32 sums at a time, with logical
-// operations only.
+// A token's score for each of 128 clusters needs the token's overlap with the cluster's profile: the number of the
+// token's neurons that are in the profile. The profiles are a table with one row per neuron and one bit per cluster. So
+// a token's 128 overlaps are the sums, over the rows of its neurons, of each column of bits. The sums are kept as bit
+// planes and computed 32 at a time, with logical operations only.
 #pragma once
 
 #include "order/profiles.cuh"
 
 namespace sparsellm::order {
 
-// Adds the bits of sum, a and b in each of 32 places: writes the low bit to `sum`, and returns the carries.
+// For each of 32 bit positions, adds the bits of sum, a and b: writes the low bits to `sum`, and returns the carries.
 __device__ __forceinline__ uint32_t carry_save(uint32_t& sum, uint32_t a, uint32_t b) {
   const uint32_t s = sum;
   sum = s ^ a ^ b;
   return (s & a) | (s & b) | (a & b);
 }
 
-// Adds eight words of bits to 32 counts that are stored as bit planes: bit i of plane k is bit k of count i. For
-// example, a count of 5 in place 3 sets bit 3 in planes 0 and 2.
+// Adds eight words of bits to 32 counts, one per bit position. The counts are stored as bit planes: bit i of plane k is
+// bit k of count i. For example, if count 3 is 5, bit 3 is set in planes 0 and 2.
 __device__ __forceinline__ void add_planes(uint32_t (&plane)[8], const uint32_t (&v)[8]) {
   const uint32_t a = carry_save(plane[0], v[0], v[1]), b = carry_save(plane[0], v[2], v[3]);
   const uint32_t c = carry_save(plane[0], v[4], v[5]), d = carry_save(plane[0], v[6], v[7]);
@@ -33,8 +33,8 @@ __device__ __forceinline__ void add_planes(uint32_t (&plane)[8], const uint32_t 
   }
 }
 
-// Converts planes to counts: afterwards, byte b of word j is the count of place 8 b + j. To do so, transposes the 8 x 8
-// bits that byte b has in the eight planes.
+// Converts bit planes to counts: afterwards, byte b of word j is count 8 b + j. To do so, transposes the 8 x 8 bits
+// that byte b has in the eight planes.
 __device__ __forceinline__ void planes_to_bytes(uint32_t (&plane)[8]) {
   constexpr uint32_t kLow[3] = {0x55555555, 0x33333333, 0x0f0f0f0f};
 #pragma unroll
@@ -51,9 +51,10 @@ __device__ __forceinline__ void planes_to_bytes(uint32_t (&plane)[8]) {
   }
 }
 
-// This CTA's share of the comparisons of all pairs of clusters: CTA `part` of `parts` takes every `parts`-th u below
-// 64. For a u, the CTA compares clusters u and 127 - u with all clusters after them, which are 127 - u and u clusters.
-// So any u gives 127 pairs, and all CTAs have the same amount of work. Eight lanes compare a pair.
+// Compares the profiles of all pairs of clusters. CTA `part` of `parts` does its share, which is every `parts`-th u
+// below 64. For each u, it compares cluster u with all 127 - u clusters of higher number, and cluster 127 - u with all
+// u clusters of higher number. These are 127 pairs for every u, so the work is divided evenly. Eight lanes compare a
+// pair.
 __device__ __forceinline__ void compare_profiles(const Order& order, int index, int part, int parts,
                                                  const int (&sizes)[kClusters]) {
   const int pair = min(static_cast<int>(threadIdx.x) / 8, kClusters - 2), piece = threadIdx.x % 8;
@@ -79,20 +80,20 @@ __device__ __forceinline__ void compare_profiles(const Order& order, int index, 
   }
 }
 
-// Sets a cluster's bias, the part of its score that does not depend on the token:
-// score = 128 * weighted overlap + bias, with bias = 127 - cluster - 128 * price. So the low seven bits of the largest
-// score are the cluster's number, and the lowest of equally good clusters wins. A cluster that does not exist gets a
-// bias with which it never wins. bias is [4][8], in the order in which best_score reads it: entry j, then lane 4 s + w,
-// has clusters 32 w + 8 b + 4 s + j for b = 0..3.
+// Sets a cluster's bias, which is the part of its score that does not depend on the token: score = 128 * weighted
+// overlap + bias, where bias = 127 - cluster - 128 * price. So the low seven bits of the largest score identify the
+// cluster, and among equally good clusters the lowest wins. A cluster that does not exist gets a bias with which it
+// never wins. `bias` is [4][8], in the order in which best_score reads it: row j, entry 4 s + w has the biases of
+// clusters 32 w + 8 b + 4 s + j for b = 0..3.
 __device__ __forceinline__ void set_bias(int4 (&bias)[kClusters / 4], const Chunk& chunk, int cluster, int price) {
   const int at = cluster % 4 * 8 + cluster / 4 % 2 * 4 + cluster / 32;
   reinterpret_cast<int*>(bias + at)[cluster / 8 % 4] =
       cluster < chunk.clusters ? kClusters - 1 - cluster - kClusters * price : -(1 << 30);
 }
 
-// Prepares what a CTA needs to score tokens: the biases; if kShared, a copy of the table in shared memory; and for the
-// profiles (not kLeaders) their sizes. The leaders' table is made here: each CTA makes all of it in shared memory, and
-// writes a part of it to global memory, which `profile` reads.
+// Prepares what a CTA needs to score tokens: the biases and, if kShared, a copy of the table in shared memory. If not
+// kLeaders, it also computes the sizes of the profiles. If kLeaders and kShared, it makes the leaders' table: each CTA
+// makes all of it in shared memory, and writes one part of it to global memory, where `profile` reads it.
 template <bool kLeaders, bool kShared>
 __device__ __forceinline__ void prepare(const Order& order, const Chunk& chunk, int index, int part, int parts,
                                         const uint4* table, uint4* shared, int4 (&bias)[kClusters / 4],
@@ -121,16 +122,16 @@ __device__ __forceinline__ void prepare(const Order& order, const Chunk& chunk, 
   }
 }
 
-// The best score of a token's clusters, in all eight lanes of the token. plane: the overlaps over this lane's half of
-// the token's neurons, as planes_to_bytes writes them; the lane of the other slice (lane ^ 4) has those over the other
-// half.
+// Returns the best score of a token's clusters, to all eight lanes of the token. plane: overlaps in the layout of
+// planes_to_bytes, counted over one half of the token's neurons (this lane's slice). The lane of the other slice (lane
+// 4) has the overlaps with the same clusters, counted over the other half.
 __device__ __forceinline__ int best_score(const uint32_t (&plane)[8], const int4 (&bias)[kClusters / 4], int weight,
                                           uint32_t lane, uint32_t slice) {
   int best = INT32_MIN;
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
-    // Each of the two lanes scores half of the places: a lane sends its counts of the other half, and receives the
-    // other lane's counts of its own half.
+    // Each of the two lanes scores half of their clusters: a lane sends its overlaps with the other lane's clusters,
+    // and receives the other lane's overlaps with its own clusters.
     const uint32_t other = __shfl_xor_sync(~0u, slice ? plane[j] : plane[j + 4], 4);
     const uint32_t overlaps = (slice ? plane[j + 4] : plane[j]) + other;
     const int4 four = bias[8 * j + lane % 8];
@@ -144,10 +145,11 @@ __device__ __forceinline__ int best_score(const uint32_t (&plane)[8], const int4
   return best;
 }
 
-// Finds the cluster of each sampled token, by the leaders or by the profiles; a CTA has one part of one chunk's
-// samples. Eight lanes share a token: lane 4 s + w counts, in bit planes, the overlaps with clusters 32 w .. 32 w + 31
-// over slice s of the token's neurons, which is every other group of eight. With the profiles, a CTA first computes its
-// part of the clusters' similarity, so that `sort` can start its chain while tokens are still being assigned.
+// Finds the cluster of each sampled token, by the leaders or by the profiles. A CTA has one part of the samples of one
+// chunk. Eight lanes share a token: lane 4 s + w counts, in bit planes, the overlaps with clusters 32 w .. 32 w + 31
+// over slice s of the token's neurons; a slice is every other group of eight neurons. If the profiles are used, a CTA
+// first computes its share of the clusters' similarities, so that sort_kernel can start its chain while tokens are
+// still being assigned.
 template <bool kLeaders, bool kShared>
 __global__ void __launch_bounds__(kThreads) assign_kernel(const Order order, int samples, int parts) {
   extern __shared__ uint4 shared[];  // kShared: the table
@@ -165,10 +167,10 @@ __global__ void __launch_bounds__(kThreads) assign_kernel(const Order order, int
     __syncthreads();
   }
   ptx::griddepcontrol_wait();
-  if (!kLeaders) ptx::griddepcontrol_launch_dependents();  // only after the wait, which sort_kernel relies on
+  if (!kLeaders) ptx::griddepcontrol_launch_dependents();  // after the wait, because sort_kernel relies on it
 
-  // The first loads of a token's row do not wait for its count (the memory that they read exists for every row), nor
-  // for the previous token.
+  // The first loads of a token's row wait neither for the row's count (every row has at least the memory that they
+  // read) nor for the previous token.
   const int share = (samples + parts - 1) / parts;
   const int begin = part * share, end = min(begin + share, samples);
   int i = begin + threadIdx.x / 8;
@@ -183,7 +185,7 @@ __global__ void __launch_bounds__(kThreads) assign_kernel(const Order order, int
   prepare<kLeaders, kShared>(order, chunk, index, part, parts, table, shared, bias, sizes);
   if (kLeaders && part == 0 && threadIdx.x == 0) {
     order.profiles[static_cast<int64_t>(index) * (order.n + 1) + order.n] = make_uint4(0, 0, 0, 0);
-    order.arrivals[index] = 0;  // the next `assign` counts there
+    order.arrivals[index] = 0;  // for the next `assign`, which counts its CTAs there
   }
   __syncthreads();
   if (!kLeaders) {
@@ -200,7 +202,7 @@ __global__ void __launch_bounds__(kThreads) assign_kernel(const Order order, int
     const uint32_t count = i < end ? min(static_cast<uint32_t>(next_count), kMaxCount) : 0;
     token = sample(chunk, min(i + kThreads / 8, end - 1), samples);  // the token of the next step
     next_count = order.row_counts[token];
-    const uint32_t sparing = count > kMaxOverlap;  // every other sixteen neurons, each counted twice
+    const uint32_t sparing = count > kMaxOverlap;  // count every other group of sixteen neurons, twice
     uint32_t plane[8] = {};
     const uint32_t step = 16 << sparing;
     uint32_t from = 8 * slice;

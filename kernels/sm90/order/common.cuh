@@ -11,8 +11,9 @@ constexpr int kThreads = 1024;
 constexpr int kChunk = 8192;           // tokens per chunk, at most
 constexpr int kClusters = 128;         // clusters per chunk, at most
 constexpr uint32_t kMaxOverlap = 255;  // overlaps are counted in bytes
-// Nonzeros of a row that are read. In a row with more than 255 nonzeros, only every other sixteen are read: in a row of
-// 495 nonzeros, 15 sixteens and 15 more, which are 255.
+// How many nonzeros of a row are read at most. In a row with more than 255 nonzeros, only every other group of sixteen
+// counts, so that overlaps fit in a byte: in a row of 495 nonzeros, 15 full groups and one of 15, which are 255
+// nonzeros.
 constexpr uint32_t kMaxCount = 495;
 
 struct Order {
@@ -20,26 +21,26 @@ struct Order {
   const int32_t* row_counts;
   int64_t m;
   int n, chunks;
-  int ranges, range;     // the neurons are cut into `ranges` parts of `range` neurons, a multiple of 128
+  int ranges, range;     // the neurons are divided into `ranges` ranges of `range` neurons, a multiple of 128
   int words;             // words of a profile's mask, a multiple of 4
   uint4* leaders;        // [chunks][n + 1] bit c of row r: the leader of cluster c fires neuron r; row n is empty
   uint4* profiles;       // [chunks][n + 1] bit c of row r: neuron r is in the profile of cluster c; row n is empty
   uint32_t* masks;       // [chunks][kClusters][words] the same profiles, cluster by cluster
-  int32_t* prices;       // [chunks][ranges][kClusters] sum of f over the profile's neurons in this part (order.cu)
-  int32_t* sizes;        // [chunks][ranges][kClusters] neurons of the profile in this part
+  int32_t* prices;       // [chunks][ranges][kClusters] sum of f over the range's neurons in the profile (order.cu)
+  int32_t* sizes;        // [chunks][ranges][kClusters] number of the range's neurons in the profile
   uint32_t* similarity;  // [chunks][kClusters][kClusters] similarity << 7 | 127 - column; undefined on the diagonal
   uint8_t* clusters;     // [chunks][kChunk] the cluster of each token that `assign` has processed
-  uint32_t* arrivals;    // [chunks] CTAs of the last `assign` that have written their part of `similarity`
+  uint32_t* arrivals;    // [chunks] CTAs of the last `assign` that have written their share of `similarity`
 };
 
-// Tokens [first, first + tokens), and the number of clusters they form.
+// Tokens [first, first + tokens), and the number of clusters that they form.
 struct Chunk {
   int64_t first;
   int tokens, clusters;
 };
 
-// Chunks are cut between token tiles, as evenly as possible. A chunk has 16, 32, 64 or 128 clusters, so that a cluster
-// has at most 64 tokens on average: 1,000 tokens form 16 clusters, 8,192 tokens 128.
+// Chunks end where token tiles end, and are as equal as possible. A chunk has 16, 32, 64 or 128 clusters, chosen so
+// that a cluster has at most 64 tokens on average: 1,000 tokens form 16 clusters, 8,192 tokens form 128.
 __device__ __forceinline__ Chunk chunk_of(const Order& order, int index) {
   const int64_t tiles = (order.m + kTokenTile - 1) / kTokenTile;
   Chunk chunk;
@@ -51,7 +52,7 @@ __device__ __forceinline__ Chunk chunk_of(const Order& order, int index) {
   return chunk;
 }
 
-// Token `index` of `samples` tokens spread evenly over the chunk.
+// Token `index` of `samples` tokens that are evenly spaced in the chunk.
 __device__ __forceinline__ int64_t sample(const Chunk& chunk, int index, int samples) {
   return chunk.first + static_cast<uint32_t>(index) * static_cast<uint32_t>(chunk.tokens) / samples;
 }
@@ -61,8 +62,8 @@ __device__ __forceinline__ uint32_t known_count(const Order& order, int64_t toke
   return min(static_cast<uint32_t>(order.row_counts[token]), kMaxCount);
 }
 
-// Calls use(neuron) for the neurons of one token. Eight lanes share the row, of which this lane has share `piece`; a
-// lane has four loads in flight. The first load does not wait for `count`, because this memory exists for every row.
+// Calls use(neuron) for the neurons of one token. Eight lanes share the token's row; `piece` is this lane's index among
+// them. A lane has four loads in flight. The first load does not wait for `count`: every row has at least this memory.
 template <class Use>
 __device__ __forceinline__ void for_each_neuron(const Order& order, int64_t token, uint32_t count, uint32_t piece,
                                                 Use use) {

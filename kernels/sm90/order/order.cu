@@ -1,20 +1,21 @@
-// token_order: an order of the tokens in which neighbours fire the same neurons, because the cost of a token tile grows
-// with the union of its tokens' neurons. Tokens are assigned to clusters, and the clusters are placed one after
-// another. No state is kept between calls.
+// token_order: finds an order of the tokens in which neighbours fire the same neurons, because the cost of a token tile
+// grows with the number of neurons that at least one of its tokens fires. Tokens are assigned to clusters, and the
+// clusters are arranged in a chain. No state is kept between calls.
 //
-// Chunks of at most 8,192 tokens, cut between token tiles, are ordered separately. A cluster has a profile, which is a
-// set of neurons: one bit in each row of a table [N + 1][128 bits], whose last row is empty. For each chunk:
+// Each chunk of at most 8,192 tokens, cut between token tiles, is ordered separately. A cluster has a profile, which is
+// a set of neurons. The profiles are a table [N + 1][128]: one row per neuron, one bit per cluster; the last row is
+// empty. The steps for each chunk:
 //   leaders   C = 16 to 128 evenly spaced tokens, the leaders, are the clusters' first profiles; f[n] is the number of
 //             leaders that fire neuron n
-//   assign    4,096 evenly spaced tokens each go to the cluster with the largest score C |token & profile| - (sum of f
-//             over the profile): C times the token's overlap in excess of a mean leader's
-//   profile   a cluster's new profile: the neurons that at least 1/16 of its tokens fire
-//   assign    all tokens, by the new profiles
-//   sort      a greedy chain of the clusters c, d, ... by |c & d| / (|c| + |d|), starting with the one least similar to
-//             all others; within a cluster tokens by count: fewest first, in every other cluster of the chain fewest
-//             last
-// Ties go to the lowest index, and everything is integer sums in fixed orders, so the result is the same in every run.
-// An overlap is counted in a byte. So in a row with more than 255 nonzeros, every other sixteen count, twice each, and
+//   assign    4,096 evenly spaced tokens are assigned, each to the cluster with the largest score, C |token & profile|
+//             - (sum of f over the profile). This is C times the token's overlap in excess of a mean leader's overlap
+//   profile   a cluster's new profile is the set of neurons that at least 1/16 of the cluster's tokens fire
+//   assign    all tokens are assigned, by the new profiles
+//   sort      the clusters form a greedy chain by similarity |c & d| / (|c| + |d|), which starts with the cluster that
+//             is least similar to all others. Within a cluster, tokens are sorted by their number of nonzeros:
+//             ascending and descending in turn along the chain
+// Ties go to the lowest index, and all sums are of integers, so the result is the same in every run. An overlap is
+// counted in a byte. So in a row with more than 255 nonzeros, only every other group of sixteen is counted, twice, and
 // only the first 495 nonzeros of a row are read.
 #include <algorithm>
 #include <type_traits>
@@ -29,15 +30,15 @@ namespace {
 
 using namespace order;
 
-constexpr int kMaxRange = 6144;  // neurons of one CTA of `leaders` or `profile`, at most
-// Minimum number of ranges of all chunks together. Times the 16 groups of clusters, this gives `profile` 128 CTAs,
-// about one per SM.
+constexpr int kMaxRange = 6144;  // most neurons of one CTA of `leaders` or `profile`
+// Minimum number of ranges of all chunks together. With the 16 groups of clusters per range, `profile` then has at
+// least 128 CTAs, about one per SM.
 constexpr int kMinParts = 8;
-constexpr int kSharedTokens = 96;      // from this many tokens per CTA on, a copy of the table in shared memory pays
-                                       // off
+constexpr int kSharedTokens = 96;      // from this many tokens per CTA on, copying the table to shared memory pays off
 constexpr int kMaxTable = 208 * 1024;  // bytes of a table that fits in shared memory
 
-// Sets the sizes, and lays out the arrays in the workspace; returns its bytes. workspace: null to count bytes only.
+// Sets the sizes, assigns the arrays to parts of the workspace, and returns the number of bytes. If workspace is null,
+// the function only counts bytes.
 int64_t lay_out(Order& order, int64_t m, int64_t n, void* workspace) {
   order.m = m;
   order.n = static_cast<int>(n);

@@ -1,4 +1,4 @@
-// token_order: the clusters' profiles: first those of the leaders, then those of the tokens that were assigned to each
+// token_order, the clusters' profiles: first those of the leaders, then those of the tokens that were assigned to each
 // cluster (order.cu has the algorithm).
 #pragma once
 
@@ -6,13 +6,14 @@
 
 namespace sparsellm::order {
 
-constexpr int kSamples = 4096;  // tokens from which profiles are made
+constexpr int kSamples = 4096;  // number of tokens from which new profiles are made
 constexpr int kGroup = 8;       // clusters per CTA of profile_kernel; their bits are one byte of each table row
 constexpr int kGroups = kClusters / kGroup;
-constexpr int kShare = 16;  // a neuron is in a cluster's profile if 1 / kShare of the cluster's tokens fire it
+constexpr int kShare = 16;  // at least 1 / kShare of a cluster's tokens must fire a neuron of its profile
 
-// Sets the leaders' bits in `rows`, which are rows [first, first + range) of the table, all zero before. Returns a
-// leader's price, over the neurons of these rows, in the leader's eight lanes. Called by all threads of a CTA.
+// Sets the leaders' bits in `rows`, which are rows [first, first + range) of the table and must be zero. Returns the
+// price of a leader (the sum of f over its neurons, order.cu) for the neurons of these rows, to each of the leader's
+// eight lanes. Called by all threads of a CTA.
 __device__ __forceinline__ int mark_leaders(const Order& order, const Chunk& chunk, uint32_t first, uint32_t range,
                                             uint4* rows) {
   static_assert(kThreads == 8 * kClusters, "each leader has eight lanes");
@@ -38,10 +39,10 @@ __device__ __forceinline__ int mark_leaders(const Order& order, const Chunk& chu
   return price;
 }
 
-// Makes the leaders' table and their prices, if the table is too large for the shared memory of `assign`. A CTA has one
-// range of one chunk's neurons.
+// Makes the leaders' table and their prices if the table is too large for the shared memory of `assign`. Each CTA has
+// one range of neurons of one chunk.
 __global__ void __launch_bounds__(kThreads) leaders_kernel(const Order order) {
-  extern __shared__ uint4 shared[];  // this range of the table
+  extern __shared__ uint4 shared[];  // this range's rows of the table
   ptx::griddepcontrol_launch_dependents();
   const int range = blockIdx.x % order.ranges, index = blockIdx.x / order.ranges;
   const Chunk chunk = chunk_of(order, index);
@@ -56,8 +57,8 @@ __global__ void __launch_bounds__(kThreads) leaders_kernel(const Order order) {
   if (range == 0 && threadIdx.x == 0) table[order.n] = make_uint4(0, 0, 0, 0);
 }
 
-// Lists the sampled tokens that belong to a group of 8 clusters, and counts each cluster's tokens (members). Tokens are
-// listed in any order: integers are summed over them, so no result depends on it.
+// Lists the sampled tokens that belong to a group of 8 clusters, and counts each cluster's tokens (members). The order
+// of the list may differ between runs, but only integers are summed over it, so no result depends on it.
 __device__ __forceinline__ void list_members(const Order& order, int index, int group, int samples,
                                              uint16_t (&list)[kSamples], int& listed, int (&members)[kGroup]) {
   static_assert(kSamples <= 4 * kThreads, "each thread has up to four tokens");
@@ -76,8 +77,8 @@ __device__ __forceinline__ void list_members(const Order& order, int index, int 
   __syncthreads();
 }
 
-// Counts how many of the listed tokens of each cluster fire each neuron of a range: 8 numbers of 16 bits for each
-// neuron, in `shared`.
+// Counts, for each neuron of a range, how many of the listed tokens of each cluster fire it. `shared` has 8 counts of
+// 16 bits for each neuron.
 __device__ __forceinline__ void count_neurons(const Order& order, const Chunk& chunk, uint32_t first, int samples,
                                               const uint16_t (&list)[kSamples], const int& listed, uint4* shared) {
   for (int i = threadIdx.x / 8; i < listed; i += kThreads / 8) {
@@ -92,9 +93,9 @@ __device__ __forceinline__ void count_neurons(const Order& order, const Chunk& c
   __syncthreads();
 }
 
-// Writes the part of the group's profiles that is in this range. A neuron is in a cluster's profile if at least one in
-// kShare of the cluster's tokens fire it: with 40 tokens, three. Profiles go to the table, as a byte for each neuron,
-// and to the masks; their prices and sizes are added to price_sums and size_sums.
+// Writes the group's profiles for the neurons of this range. A neuron is in a cluster's profile if at least 1 / kShare
+// of the cluster's tokens fire it: with 40 tokens, at least three must. The profiles are written to the table, as one
+// byte for each neuron, and to the masks. Their prices and sizes are added to price_sums and size_sums.
 __device__ __forceinline__ void make_profiles(const Order& order, int index, int group, uint32_t first, uint32_t lane,
                                               const uint4* shared, const int (&members)[kGroup],
                                               int (&price_sums)[kGroup], int (&size_sums)[kGroup]) {
@@ -106,7 +107,7 @@ __device__ __forceinline__ void make_profiles(const Order& order, int index, int
     price[c] = 0;
   }
   const int64_t table = static_cast<int64_t>(index) * (order.n + 1);
-  for (int i = threadIdx.x; i < order.range; i += kThreads) {  // by whole warps, because range is a multiple of 128
+  for (int i = threadIdx.x; i < order.range; i += kThreads) {  // whole warps, because range is a multiple of 128
     const int neuron = first + i;
     const uint4 counts = shared[i];
     const int weight = neuron < order.n ? bits_of(__ldcg(order.leaders + table + neuron)) : 0;
@@ -143,14 +144,14 @@ __device__ __forceinline__ void make_profiles(const Order& order, int index, int
   }
 }
 
-// Makes new profiles from the clusters of the sampled tokens. A CTA has one chunk, one range of its neurons and one
-// group of 8 clusters, and counts in shared memory how many tokens of each cluster fire each neuron.
+// Makes new profiles from the sampled tokens and their clusters. Each CTA has one chunk, one range of neurons and one
+// group of 8 clusters. It counts in shared memory how many tokens of each cluster fire each neuron.
 __global__ void __launch_bounds__(kThreads, 1) profile_kernel(const Order order, int samples) {
   extern __shared__ uint4 shared[];    // [range] 8 counts of 16 bits for each neuron
-  __shared__ uint16_t list[kSamples];  // the group's tokens: sample << 3 | cluster in the group
+  __shared__ uint16_t list[kSamples];  // the group's tokens: index of the sample << 3 | cluster in the group
   __shared__ int listed, members[kGroup], price_sums[kGroup], size_sums[kGroup];
   ptx::griddepcontrol_launch_dependents();
-  const int group = blockIdx.x % kGroups, part = blockIdx.x / kGroups;  // part: chunk, range
+  const int group = blockIdx.x % kGroups, part = blockIdx.x / kGroups;  // part: which chunk and which range of neurons
   const int range = part % order.ranges, index = part / order.ranges;
   const Chunk chunk = chunk_of(order, index);
   const uint32_t first = range * order.range, lane = threadIdx.x % 32;

@@ -1,4 +1,4 @@
-// token_order, last step: chain similar clusters greedily, then sort the tokens in chain order (see order.cu).
+// token_order, the last kernel: chains similar clusters greedily, then sorts the tokens in chain order (see order.cu).
 #pragma once
 
 #include "order/common.cuh"
@@ -6,17 +6,18 @@
 namespace sparsellm::order {
 
 constexpr int kSorters = 512;   // threads that rank the tokens
-constexpr int kChainers = 128;  // threads that read the similarities; one warp makes the chain
+constexpr int kChainers = 128;  // threads that read the similarities; one of their warps makes the chain
 constexpr int kSortWarps = kSorters / 32;
 constexpr int kSortItems = kChunk / kSorters;
 
-// Named barriers; __syncthreads uses 0.
+// Named barriers (bar.sync); barrier 0 is __syncthreads.
 enum SortBarrier { kSorterBarrier = 1, kChainerBarrier = 2 };
 
-// Ranks among equal keys. A warp has the positions 512 warp + 32 k + lane below `tokens`; key(k) is the key of a
-// position. rank[k] counts the equal keys before the position in its warp. before[warp][key] counts the equal keys of
-// the previous warps and, if kSpread, all smaller keys. totals[key] counts all equal keys. An example of one warp with
-// keys 3, 1, 3: ranks 0, 0, 1; totals[3] is 2; before[0][3], if kSpread, is 1.
+// Ranks tokens among those with equal keys. A warp has positions 512 warp + 32 k + lane below `tokens`; key(k) is the
+// key at one of them. rank[k] is the number of equal keys at earlier positions of the same warp. before[warp][key] is
+// the number of equal keys in all previous warps; if kSpread, the number of smaller keys in all warps is added.
+// totals[key] is the number of equal keys in all warps. An example of one warp with keys 3, 1, 3: the ranks are 0, 0,
+// 1; totals[3] is 2; before[0][3] is 1 if kSpread, because one key is smaller.
 template <int kKeys, bool kSpread, class Key>
 __device__ __forceinline__ void rank_keys(int tokens, uint32_t warp, uint32_t lane, uint16_t (*before)[kClusters],
                                           int* totals, uint16_t (&rank)[kSortItems], Key key) {
@@ -53,23 +54,23 @@ __device__ __forceinline__ void rank_keys(int tokens, uint32_t warp, uint32_t la
   ptx::bar_sync(kSorterBarrier, kSorters);
 }
 
-// Variables of the kernel, declared one by one rather than as a struct, so that the compiler knows that a store to one
-// variable changes no other variable.
+// References to the kernel's shared variables, which are declared one by one rather than in a struct. Then the compiler
+// knows that a store to one of them does not change the others.
 struct SortShared {
   uint8_t (&clusters)[kChunk];  // the cluster of each token
-  uint16_t (&sorted)[kChunk];   // tokens, by fullness; at the end in the order of the chunk
+  uint16_t (&sorted)[kChunk];   // tokens by number of nonzeros; at the end, in the chunk's final order
   uint16_t (&before)[kSortWarps][kClusters];
-  uint32_t (&likeness)[kClusters];  // similarity of each cluster to all others
-  int (&totals)[kClusters];         // tokens per cluster
-  int (&start)[kClusters];          // where each cluster's tokens begin
+  uint32_t (&likeness)[kClusters];  // each cluster's similarity to all others, summed
+  int (&totals)[kClusters];         // number of tokens per cluster
+  int (&start)[kClusters];          // index in the order where each cluster's tokens begin
   int (&chain)[kClusters];          // the clusters in their order
-  int (&place)[kClusters];          // the place of each cluster in the chain
+  int (&place)[kClusters];          // each cluster's index in `chain`
   int& nonzeros;                    // nonzeros of all tokens
 };
 
-// The chainers: the chain starts with the cluster that is least similar to all other clusters, and continues with the
-// remaining cluster that is most similar to the last cluster of the chain. The similarities are available once
-// `arrivals` are complete.
+// The role of the chainers. The chain starts with the cluster that is least similar to all other clusters, and
+// continues each time with the remaining cluster that is most similar to the last cluster of the chain. The
+// similarities may be read once all CTAs of `assign` have added to `arrivals`.
 __device__ __forceinline__ void chain_clusters(const Order& order, const Chunk& chunk, int parts, uint4* similarity,
                                                const SortShared& shared, uint32_t warp, uint32_t lane) {
   const int thread = threadIdx.x - kSorters;
@@ -93,7 +94,7 @@ __device__ __forceinline__ void chain_clusters(const Order& order, const Chunk& 
   }
   ptx::bar_sync(kChainerBarrier, kChainers);
   if (warp != kSortWarps) return;  // one warp makes the chain
-  uint32_t taken[4];               // sign bit set: already chained, or no such cluster
+  uint32_t taken[4];               // the sign bit is set if a cluster is already in the chain, or does not exist
   uint32_t least = ~0u;
   for (int e = 0; e < 4; ++e) {
     const int c = 4 * lane + e;
@@ -117,9 +118,9 @@ __device__ __forceinline__ void chain_clusters(const Order& order, const Chunk& 
   }
 }
 
-// The sorters: order tokens by fullness, in 32 steps of an eighth of the mean, and within their clusters in the same
-// way. Returns this thread's tokens, those at its positions in the order of fullness, and their ranks in their
-// clusters.
+// The role of the sorters: sort the tokens by number of nonzeros, in 32 steps of an eighth of the mean, and then find
+// the rank of each token in its cluster, in the same order. A thread returns the tokens at its positions in the order
+// by nonzeros (`item`), and their ranks in their clusters (`rank`), to which `before` adds the tokens of earlier warps.
 __device__ __forceinline__ void rank_tokens(const Order& order, const Chunk& chunk, const SortShared& shared,
                                             uint32_t warp, uint32_t lane, uint16_t (&item)[kSortItems],
                                             uint16_t (&rank)[kSortItems]) {
@@ -141,7 +142,7 @@ __device__ __forceinline__ void rank_tokens(const Order& order, const Chunk& chu
   for (int k = 0; k < kSortItems; ++k) {
     if (base + 32 * k < chunk.tokens) shared.sorted[shared.before[warp][fullness(k)] + rank[k]] = base + 32 * k;
   }
-  ptx::griddepcontrol_wait();  // for the tokens' clusters
+  ptx::griddepcontrol_wait();  // the tokens' clusters are available after this
 #pragma unroll
   for (int k = 0; k < kSortItems; ++k) {
     const int i = base + 32 * k;
@@ -154,7 +155,7 @@ __device__ __forceinline__ void rank_tokens(const Order& order, const Chunk& chu
                               [&](int k) { return static_cast<uint32_t>(shared.clusters[item[k]]); });
 }
 
-// One warp: computes where each cluster's tokens begin, along the chain.
+// Called by one warp: computes where each cluster's tokens begin, in chain order.
 __device__ __forceinline__ void start_clusters(const Chunk& chunk, const SortShared& shared, uint32_t lane) {
   int size[4], sum = 0;
 #pragma unroll
@@ -172,11 +173,11 @@ __device__ __forceinline__ void start_clusters(const Chunk& chunk, const SortSha
   }
 }
 
-// Orders one chunk. One warp makes the chain, one step at a time; meanwhile the sorters rank the tokens, and rank them
-// within their clusters once these are known. The chain starts before `assign` ends: sort_kernel starts once all CTAs
-// of `assign` are past their own wait. So all kernels before `assign` are done (the rows' counts are complete,
-// `arrivals` are zero), all CTAs of `assign` are already resident, and `arrivals` tell when the similarities are
-// available.
+// Orders one chunk. One warp makes the chain, step by step; meanwhile the sorters rank the tokens, first by number of
+// nonzeros, and then within their clusters, once these are known. The chain starts before `assign` has ended. This is
+// safe, because sort_kernel starts only when all CTAs of `assign` have passed their griddepcontrol_wait. Therefore all
+// kernels before `assign` are done (so the rows' counts are complete, and `arrivals` are zero), and all CTAs of
+// `assign` are resident (so a chainer may wait for them). `arrivals` says when the similarities are available.
 __global__ void __launch_bounds__(kSorters + kChainers) sort_kernel(const Order order, int parts, int32_t* tokens) {
   extern __shared__ uint4 similarity[];
   __shared__ uint8_t clusters[kChunk];
@@ -201,8 +202,8 @@ __global__ void __launch_bounds__(kSorters + kChainers) sort_kernel(const Order 
   __syncthreads();
   if (warp == 0) start_clusters(chunk, shared, lane);
   __syncthreads();
-  // Within a cluster, tokens go from sparse to full, and in every other cluster of the chain from full to sparse, so
-  // that neighbours are similarly full also where two clusters meet.
+  // Within a cluster, tokens go from few to many nonzeros, and in every other cluster of the chain from many to few. So
+  // neighbouring tokens have similar numbers of nonzeros also where two clusters meet.
   if (warp < kSortWarps) {
 #pragma unroll
     for (int k = 0; k < kSortItems; ++k) {

@@ -1,12 +1,12 @@
-// rest_backward, the overflow path of backward: the gradients of a feedforward layer for a batch whose nonzeros
-// exceeded the capacity of the tile engine's lists. The kernel computes the gradients densely, from the inputs alone,
-// in one launch that ends at once if the lists did not overflow. No matrix of M x N is kept: the kernel computes the
-// gradients of the weights for 128 neurons at a time and all tokens, then the gradient of x for 512 tokens at a time
-// and all neurons. z, u and dh are computed in both passes, so the kernel multiplies twice as much as dense PyTorch,
-// and with warp-wide products (mma.sync) instead of WGMMA.
+// rest_backward, the overflow path of backward: computes the gradients of a feedforward layer for a batch whose
+// nonzeros exceeded the capacity of the tile engine's lists. One kernel computes them densely, from the inputs alone;
+// it ends at once if the lists did not overflow. To save memory, no matrix of M x N is kept. The kernel first computes
+// the gradients of the weights, for 128 neurons at a time over all tokens, and then the gradient of x, for 512 tokens
+// at a time over all neurons. Both passes compute z, u and dh, so the kernel multiplies twice as much as dense PyTorch.
+// It also uses mma.sync, which is slower than WGMMA.
 //
-// Numerics: those of sparsellm/ops/reference.py. Products are in float32 and rounded to bf16 once (gradients of float32
-// weights are not rounded); elementwise arithmetic is in float32 and rounded to bf16 once. Deterministic.
+// Numerics: as in sparsellm/ops/reference.py. Products are accumulated in float32 and rounded to bf16 once (gradients
+// of float32 weights are not rounded). Elementwise arithmetic is in float32 and rounded to bf16 once. Deterministic.
 #include "common/host.h"
 #include "common/ptx.cuh"
 #include "launch.h"
@@ -15,12 +15,14 @@ namespace sparsellm {
 namespace {
 
 constexpr int kRestThreads = 256;
-constexpr int kRows = 128, kColumns = 64;  // size of an output tile: 4 x 2 warps of 32 x 32
-constexpr int kDepth = 64;                 // columns of the inner dimension that are multiplied at a time
-constexpr int kNeurons = 128;              // neurons whose hidden values are kept at a time, for all tokens
-constexpr int kTokens = 512;               // tokens whose hidden values are kept at a time, for all neurons
-constexpr int kPad = 8;                    // values between rows in shared memory, so that neighbours use different
-                                           // banks
+constexpr int kRows = 128, kColumns = 64;  // size of an output tile: 4 x 2 warps, 32 x 32 values each
+constexpr int kDepth = 64;                 // inner dimension of one step
+constexpr int kNeurons = 128;              // neurons per step of the weights' gradients; their dz, du and h are kept
+                                           // for all tokens
+constexpr int kTokens = 512;               // tokens per step of the gradient of x; their dz and du are kept for all
+                                           // neurons
+constexpr int kPad = 8;                    // values of padding per row in shared memory, so that neighbouring rows use
+                                           // different banks
 
 using Bf16 = __nv_bfloat16;
 
@@ -32,16 +34,16 @@ static_assert(kDepth * (kRows + kPad) <= kRows * (kDepth + kPad) && kColumns == 
 
 __device__ __forceinline__ float rounded(float value) { return __bfloat162float(__float2bfloat16_rn(value)); }
 
-// One operand of an output tile: `kSide` of the tile's rows or columns ("sides"), kDepth of the inner dimension. The
-// operand has the same layout in shared as in global memory: if kSideFast, neighbouring sides are contiguous, otherwise
-// neighbours in the inner dimension.
+// One operand of an output tile. Its "sides" are the tile's rows (of a) or columns (of b); it has kSide of them, times
+// kDepth of the inner dimension. The layout in shared memory is that in global memory: if kSideFast, neighbouring sides
+// are contiguous; otherwise, neighbours in the inner dimension are.
 template <int kSide, bool kSideFast>
 struct Operand {
   static constexpr int kFast = kSideFast ? kSide : kDepth, kPitch = kFast + kPad;
   static constexpr int kQuads = kSide * kDepth / 8 / kRestThreads;
   uint4 quads[kQuads];
 
-  // `at(side, k)` points to 8 values along the fast dimension, or is null outside of the matrix.
+  // `at(side, k)` points to 8 values that are contiguous in memory; it is null outside of the matrix.
   template <class At>
   __device__ __forceinline__ void load(int k0, int depth, At at) {
 #pragma unroll
@@ -59,8 +61,8 @@ struct Operand {
       ptx::st_shared_v4(ptx::smem_address(tile + i / (kFast / 8) * kPitch + i % (kFast / 8) * 8), quads[q]);
     }
   }
-  // The matrices of sides [side, side + 16) and k [k, k + 16): if kByDepth, both of the first 8 k come first, otherwise
-  // both of the first 8 sides.
+  // Loads the four 8 x 8 matrices of sides [side, side + 16) and k [k, k + 16). If kByDepth, the two matrices of the
+  // first 8 k come first; otherwise, the two of the first 8 sides.
   template <bool kByDepth>
   static __device__ __forceinline__ void fragments(uint32_t (&r)[4], const Bf16* tile, int side, int k) {
     const int lane = threadIdx.x % 32, matrix = lane / 8;
@@ -71,14 +73,14 @@ struct Operand {
   }
 };
 
-// A thread's part of an output tile's sums: sum[i][j][2 r + c] is at row row_of(i, r), column column_of(j) + c.
+// A thread's share of the sums of an output tile: sum[i][j][2 r + c] is at row row_of(i, r), column column_of(j) + c.
 using Sums = float[2][4][4];
 __device__ __forceinline__ int row_of(int i, int r) {
   return threadIdx.x / 64 * 32 + 16 * i + 8 * r + threadIdx.x % 32 / 4;
 }
 __device__ __forceinline__ int column_of(int j) { return threadIdx.x / 32 % 2 * 32 + 8 * j + threadIdx.x % 4 * 2; }
 
-// sum += a b^T over k < depth. a(row, k) and b(column, k) point to values, like `at` of Operand::load.
+// sum += a b^T over k < depth. a(row, k) and b(column, k) point to values as `at` of Operand::load does.
 template <bool kRowsFast, bool kColumnsFast, class A, class B>
 __device__ __forceinline__ void multiply(Tiles& tiles, Sums& sum, int depth, A a, B b) {
   using Left = Operand<kRows, kRowsFast>;
@@ -115,8 +117,8 @@ __device__ __forceinline__ void multiply(Tiles& tiles, Sums& sum, int depth, A a
   }
 }
 
-// A barrier of all CTAs, which are all resident at once (one per SM). `arrivals` grows by their number each time, so
-// after the third barrier of 132 CTAs it is 396; `passed` is the value that lets this CTA continue.
+// A barrier for all CTAs of the grid, which must all be resident (one per SM). Each barrier adds the number of CTAs to
+// `arrivals`: after the third barrier of 132 CTAs, it is 396. `passed` is the value that lets this CTA continue.
 __device__ __forceinline__ void grid_barrier(int32_t* arrivals, int& passed) {
   __syncthreads();
   passed += gridDim.x;
@@ -132,8 +134,8 @@ __device__ __forceinline__ void grid_barrier(int32_t* arrivals, int& passed) {
 
 __device__ __forceinline__ const Bf16* bf16(const void* pointer) { return static_cast<const Bf16*>(pointer); }
 
-// Columns from `left` on of dW_g (which: 0), dW_u (1) or dW_d (2) for these neurons: the transpose of a plane times x
-// or dy.
+// Computes an output tile of dW_g (which: 0), dW_u (1) or dW_d by neuron (2): these neurons' rows, and columns from
+// `left` on. The tile is the transpose of plane `which` (dz, du or h) times x or dy.
 __device__ __forceinline__ void weight_tile(const RestBackward& p, Tiles& tiles, int which, int left, int neuron0,
                                             int neurons) {
   void* out = which == 0 ? p.dw_gate : which == 1 ? p.dw_up : p.dw_down_t;
@@ -162,7 +164,7 @@ __device__ __forceinline__ void weight_tile(const RestBackward& p, Tiles& tiles,
   }
 }
 
-// Rows from `top` and columns from `left` on of dx for these tokens: dz W_g + du W_u.
+// Computes an output tile of dx = dz W_g + du W_u: these tokens' rows from `top` on, and columns from `left` on.
 __device__ __forceinline__ void input_tile(const RestBackward& p, Tiles& tiles, int top, int left, int token0,
                                            int tokens) {
   const int k = p.k, n = p.n;
@@ -190,9 +192,9 @@ __device__ __forceinline__ void input_tile(const RestBackward& p, Tiles& tiles, 
 }
 
 // Computes dz, du and h for tokens [token0, token0 + tokens) and neurons [neuron0, neuron0 + neurons), and writes them
-// to three planes of [tokens, neurons]. The arguments are passed one by one rather than as a struct, and the stores are
-// in this function, because of ptxas: otherwise the guards of the other products' loads no longer fit in the registers,
-// and are computed in the loops (204 instructions instead of 198).
+// to three planes of [tokens, neurons]. The arguments are passed one by one rather than as a struct, and the results
+// are stored in this function, because of ptxas: otherwise the bounds checks of the other products' loads no longer fit
+// in the registers, and are recomputed in the loops (204 instructions instead of 198).
 __device__ __forceinline__ void hidden(Tiles& tiles, const Bf16* x, const Bf16* dy, const Bf16* w_gate,
                                        const Bf16* w_up, const Bf16* w_down_t, Bf16* planes, bool gated, int k,
                                        float dl1, int token0, int tokens, int neuron0, int neurons) {
@@ -251,8 +253,8 @@ __global__ void __launch_bounds__(kRestThreads, 1) rest_backward_kernel(const Re
   const auto planes = static_cast<Bf16*>(p.planes);
   int passed = 0;
 
-  // The gradients of the weights: the rows of these neurons are sums over all tokens. Output tiles are dealt to the
-  // CTAs in turn.
+  // The gradients of the weights: each neuron's row is a sum over all tokens. Output tiles are dealt to the CTAs in
+  // turn.
   const int across = (k + kColumns - 1) / kColumns;
   for (int neuron0 = 0; neuron0 < n; neuron0 += kNeurons) {
     const int neurons = min(kNeurons, n - neuron0);

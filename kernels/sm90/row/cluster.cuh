@@ -1,29 +1,31 @@
-// The row engine for fewer than 1,536 tokens: a cluster of eight CTAs for each row, or of four if the rows are too many
-// for all to have eight at once. For few tokens (decoding), latency is the only concern.
+// The row engine for fewer than 1,536 tokens: a cluster of eight CTAs computes each row, or a cluster of four CTAs if
+// there are too many rows for all to have eight CTAs at once. For few tokens (decoding), only latency matters.
 //
-// A row's nonzeros are dealt in chunks of eight to the warps of a CTA, the same chunk to the same warp of all eight
-// CTAs: warp 0 has nonzeros 0..7, warp 1 nonzeros 8..15, warp 0 again 64..71. For a chunk, each CTA computes one h,
-// from a whole row of W_u, and sends it to the same warp of the other CTAs. Each CTA then multiplies all eight h by its
-// own eighth of the columns of W_d. So CTAs exchange only one number per nonzero, through shared memory, and only the
-// sums of a CTA's own warps must be added. Weights go to registers: the rows of W_u for the next chunk, and the rows of
-// W_d for this chunk, while h is exchanged. One chunk earlier, all these rows are prefetched to L2. In a cluster of
-// four, a chunk is four nonzeros, and a CTA has a quarter of the columns.
+// A row's nonzeros are dealt to warps in chunks of eight. Warps with the same index in the eight CTAs of the cluster
+// get the same chunk: warp 0 of each CTA has nonzeros 0..7, warp 1 nonzeros 8..15, and warp 0 again nonzeros 64..71.
+// For a chunk, each of the eight warps computes h of one nonzero, from a whole row of W_u, and sends it to the other
+// seven. Then each warp multiplies all eight h by its CTA's eighth of the columns of W_d. So CTAs exchange only one
+// number per nonzero, through shared memory, and y is the sum over the warps of a single CTA. Weights are loaded to
+// registers: while the CTAs exchange h, a warp loads the rows of W_d for this chunk and the row of W_u for its next
+// chunk. All these rows were prefetched to L2 one chunk earlier. In a cluster of four CTAs, a chunk is four nonzeros,
+// and a CTA has a quarter of the columns.
 //
 // If there are more rows than clusters, a cluster computes several rows in turn, and fetches the next row's list and x
-// while it computes the current row. The first row of cluster i is row i; the longer a cluster's first row, the shorter
-// the rows after it.
+// while it computes the current row. The first row of cluster i is row i. The longer a cluster's first row is, the
+// shorter are the rows that it computes afterwards.
 //
-// A row with very many nonzeros is cut into pieces, and a cluster computes a piece as if it were a row. Pieces write
-// float32 sums to global memory, and the last of the CTAs that have the same columns adds them in order. No cluster
-// waits for another, so they need not all be resident at once.
+// A row with very many nonzeros is cut into pieces, and a cluster computes a piece like a row. Each piece's float32
+// sums are written to global memory, and for each CTA's columns, the CTA that finishes last adds the pieces' sums in
+// order. No cluster waits for another, so clusters need not all be resident at once.
 //
-// More than 64 tokens are divided into runs. A row costs its nonzeros plus kRowCost. The costs of all rows, one row
-// after another, are cut into equal runs, one for each cluster. A cluster computes the rows that begin in its run, and
-// computes them whole. Only rows of more than kWhole nonzeros are cut where a run ends, in whole rounds. So the work is
-// even, however uneven the rows are, and a cluster writes pieces of at most two rows. An example with runs of 100 and
-// rows that begin at 0, 60 and 110: the first cluster has rows 0 and 1, the second has row 2; if row 1 were long, it
-// would be cut at 100. From kLongRunTokens on, CTAs have four warps instead of eight, and there are twice as many: then
-// fewer warps wait for each other at the end of a row, and a row fills its last round better.
+// More than 64 tokens are divided into runs. The cost of a row is its number of nonzeros plus kRowCost. The costs of
+// all rows, one row after another, are cut into runs of equal cost, one for each cluster. A cluster computes the rows
+// that begin in its run, also beyond the end of the run. Only rows of more than kWhole nonzeros are cut where a run
+// ends, rounded to whole rounds of nonzeros. So all clusters have about equal work even if rows are very unequal, and a
+// cluster writes pieces of at most two rows. An example with runs of 100 and rows that begin at 0, 60 and 110: the
+// first cluster computes rows 0 and 1, the second cluster row 2. If row 1 had more than kWhole nonzeros, it would be
+// cut at 100. From kLongRunTokens on, CTAs have four warps instead of eight, and there are twice as many CTAs: then
+// fewer warps wait for one another at the end of a row, and fewer warps have no nonzero in the last round of a row.
 #pragma once
 
 #include "row/counts.cuh"
@@ -31,56 +33,59 @@
 namespace sparsellm::row {
 
 constexpr int kClusterWarps = 8;                // warps per CTA
-constexpr int kRunWarps = 4;                    // warps per CTA if runs are long: CTAs are smaller, and twice as many
-constexpr int kLongRunTokens = 512;             // M from which on runs are long
-constexpr int kClusterTokens = kCountedTokens;  // M at most, if rows are dealt
-constexpr int kRunTokens = kManyTokens;         // M at most, if rows are divided into runs
-constexpr int kRowCost = 16;                    // what a row costs in addition to its nonzeros, in nonzeros
-constexpr int kClusterMaxWidth = 4096;          // K at most
+constexpr int kRunWarps = 4;                    // warps per CTA if runs are long; then there are twice as many CTAs
+constexpr int kLongRunTokens = 512;             // smallest M for which runs are long
+constexpr int kClusterTokens = kCountedTokens;  // largest M for which rows are dealt
+constexpr int kRunTokens = kManyTokens;         // size of the arrays for rows in runs; M is smaller
+constexpr int kRowCost = 16;                    // cost of a row in addition to its nonzeros, in nonzeros
+constexpr int kClusterMaxWidth = 4096;          // largest K
 constexpr int kClusterListed = 320;             // nonzeros of a row or piece that are listed at a time
-constexpr int kNextEarlyAbove = 16;             // with more tokens, the next kernel may start as CTAs end
+constexpr int kNextEarlyAbove = 16;             // for more tokens than this, the next kernel may start as CTAs end
 
-// The largest number of clusters of `cluster` CTAs with `warps` warps. The number is limited because one warp adds the
-// l1 of all clusters, and because every CTA has a ticket.
+// The largest number of clusters of `cluster` CTAs that have `warps` warps each. There is a limit because one warp adds
+// the l1 of all clusters, and because every CTA needs a ticket.
 constexpr int max_clusters(int cluster, int warps) { return 2048 / warps / cluster; }
 constexpr int kMaxClusters = max_clusters(4, kRunWarps);
 static_assert(5 * kMaxClusters <= kRowTickets, "each cluster, and each CTA of a cut row, needs a ticket");
 
-// tickets, first [max_clusters]: the l1 of each cluster, a float32 whose sign bit is set once it has been written (a
-// sum of |h| is never negative). Then [max_clusters, CTAs]: how many pieces of a cut row are done, for each CTA's
-// columns. A cut row's index there is that of its second piece among all second and later pieces, cuts[row]
-// (ClusterCta); with runs, it is the cluster in whose run the row begins.
+// tickets: first [max_clusters] the l1 of each cluster, a float32 whose sign bit is set once it has been written (the
+// bit is free, because a sum of |h| is never negative). Then [max_clusters, CTAs]: for each cut row and each CTA's
+// columns, how many pieces are done. If rows are dealt, the row's index in this array is cuts[row] (see Shared), which
+// is the index of its second piece among the second and later pieces of all rows. With runs, the index is the cluster
+// in whose run the row begins.
 struct ClusterArguments : RowArguments {
-  float* partials;  // [m + clusters, k] the pieces' sums: of the rows' first pieces, then of the others; with runs
-                    // [clusters, 2, k], of a run's first row if it began earlier, and of its last row if it continues
+  float* partials;  // the pieces' sums. Rows dealt: [m + clusters, k], the rows' first pieces, then all other pieces.
+                    // With runs: [clusters, 2, k], for each run the piece of its first row, if that row began in an
+                    // earlier run, and the piece of its last row, if that row continues in the next run
 };
 
-// One CTA of a cluster of kCluster; a chunk is kCluster nonzeros. kFull: k is 256 kVectors, the largest k that fits.
-// kDealt: for few tokens; the rows are dealt to the clusters by their lengths, and cut, and this kernel counts.
-// All methods are called by all threads of the CTA, unless their comment says otherwise. Arrays in registers are
-// locals, passed by reference: as members, they would keep the scalars next to them in local memory until loops are
-// unrolled.
+// One CTA of a cluster of kCluster CTAs; a chunk is kCluster nonzeros. kFull: k is 256 kVectors, the largest k that
+// fits. kDealt: for few tokens; rows are dealt to the clusters by their lengths, long rows are cut, and this kernel
+// computes the counts. All threads of the CTA call all methods, unless a method's comment says otherwise. Arrays in
+// registers are locals, passed by reference: if they were members, the members next to them would stay in local memory
+// until loops are unrolled.
 template <int kCluster, int kWarps, int kVectors, bool kFull, bool kGated, bool kDealt>
 struct ClusterCta {
-  static constexpr int kSlices = kVectors / kCluster;    // vectors of y per lane
-  static constexpr uint32_t kRound = kWarps * kCluster;  // nonzeros that the warps process at a time
-  // A row is not cut if it has no more nonzeros than this, or than a cluster's share of all nonzeros.
+  static constexpr int kSlices = kVectors / kCluster;    // 16-byte vectors of y per lane
+  static constexpr uint32_t kRound = kWarps * kCluster;  // nonzeros of a row that a CTA's warps process at once, one
+                                                         // chunk each
+  // A row with at most this many nonzeros, or at most a cluster's share of all nonzeros, is not cut.
   static constexpr uint32_t kWhole = 4 * kRound;
   static constexpr uint32_t kHiddenBytes = sizeof(float) * kCluster;
-  static constexpr int kAdders = 64 * kSlices;  // threads that add the warps' sums, half a vector each
-  static constexpr int kAdderBarrier = 1;       // their named barrier; __syncthreads uses 0
+  static constexpr int kAdders = 64 * kSlices;  // threads that add the warps' sums, half a vector per thread
+  static constexpr int kAdderBarrier = 1;       // named barrier of these threads; barrier 0 is __syncthreads
   static_assert(kClusterListed % kRound == 0, "a list must end where a chunk ends");
-  using Up = uint4[kVectors];             // a lane's part of a row of W_u
-  using Down = uint4[kCluster][kSlices];  // a lane's part of the CTA's columns of a chunk's rows of W_d
-  using UnitSums = float[kSlices][8];     // a lane's part of the CTA's columns of y
+  using Up = uint4[kVectors];             // this lane's vectors of a row of W_u
+  using Down = uint4[kCluster][kSlices];  // this lane's vectors, in the CTA's columns, of the W_d rows of a chunk
+  using UnitSums = float[kSlices][8];     // this lane's sums of y, in the CTA's columns
 
-  // Warps with a task in addition to their nonzeros. The last warps have the least to compute, so they fetch what comes
-  // next.
+  // Warps with a task in addition to their nonzeros. The last warps have the fewest nonzeros, so they fetch the next
+  // row's x and list.
   enum Warp { kPlanning = 0, kCounting = 1, kCopyingX = kWarps - 2, kListing = kWarps - 1 };
 
-  // Shared memory. The kernel declares its variables one by one rather than as a struct, so that the compiler knows
-  // that a store to one variable changes no other variable: with a struct, the loops compiled to other registers. [2]:
-  // two rows, two parts of lists, two chunks in turn.
+  // References to the kernel's shared variables, which are declared one by one rather than in a struct. Then the
+  // compiler knows that a store to one of them does not change the others; with a struct, the loops were compiled to
+  // other registers. Arrays of [2] are double buffers: of rows, of parts of lists, or of chunks.
   struct Shared {
     uint4 (&x)[2][kGated ? 32 * kVectors : 1];
     float4 (&sums_of)[kWarps][kSlices][2][32];
@@ -88,26 +93,27 @@ struct ClusterCta {
     float (&hidden)[2][kWarps][kCluster];
     uint64_t (&received)[2][kWarps];                  // barrier: all h of a chunk have arrived
     uint64_t (&x_full)[2];                            // barrier: x of a row has arrived
-    uint32_t (&starts)[kDealt ? 1 : kRunTokens + 1];  // the cost of all earlier rows; behind the last row, of all rows
-    uint32_t (&counts)[kClusterTokens];  // nonzeros of each row; this and the next five are used if rows are dealt
+    uint32_t (&starts)[kDealt ? 1 : kRunTokens + 1];  // total cost of all earlier rows; last entry: of all rows
+    uint32_t (&counts)[kClusterTokens];  // nonzeros of each row; `counts` to `row_of` are for kDealt
     uint32_t (&keys)[kClusterTokens];
-    // The number of second and later pieces of all earlier rows. Rows cut into 1, 3, 1 and 2 pieces give 0, 0, 2, 2,
-    // and, behind the last row, 3: all of them.
+    // Number of second and later pieces of all earlier rows; last entry: of all rows. If rows 0 to 3 are cut into 1, 3,
+    // 1 and 2 pieces, the entries are 0, 0, 2, 2, and the last entry is 3.
     uint32_t (&cuts)[kClusterTokens + 1];
     uint32_t& piece;                // nonzeros per piece of a row that is cut
-    int (&row_of)[kClusterTokens];  // the row of a unit that is a row or its first piece
-    int& place_of_next;             // this cluster's place among all clusters from its second unit on
+    int (&row_of)[kClusterTokens];  // the row of each unit that is a row, or the first piece of one
+    int& place_of_next;             // index of this cluster in the order in which clusters get their second and later
+                                    // units
     float (&l1_of)[kWarps];
     bool& last;
   };
 
-  // A row's nonzeros [begin, end): all of them, or those of a piece. Units 0 .. m - 1 are the rows or their first
-  // pieces; then come the other pieces, row by row.
+  // A row's nonzeros [begin, end): all nonzeros of the row, or those of a piece. If rows are dealt, units 0 .. m - 1
+  // are the rows or their first pieces, and the following units are all other pieces, row by row.
   struct Unit {
     int row;
     uint32_t begin, end;
   };
-  // The part of a unit that is listed at a time.
+  // The nonzeros of a unit that are listed at a time.
   struct List {
     const uint32_t* words;
     uint32_t size;
@@ -118,13 +124,13 @@ struct ClusterCta {
   int warp;
   uint32_t lane, rank;
   int cluster, clusters;
-  int vectors;         // vectors of 16 bytes per row
-  int slice;           // this CTA's vectors: from slice * rank on
-  int units = 0;       // with runs, the number of rows
+  int vectors;         // number of 16-byte vectors per row
+  int slice;           // number of vectors per CTA: this CTA's begin at slice * rank
+  int units = 0;       // number of units; with runs, this is the number of rows
   uint32_t share = 0;  // the length of a run
   uint32_t turn = 0, exchanges = 0;
-  uint32_t listed = 0;  // which of the two lists is current
-  float l1 = 0.0f;      // of this warp's nonzeros
+  uint32_t listed = 0;  // index of the current one of the two lists
+  float l1 = 0.0f;      // sum over this warp's nonzeros
 
   __device__ __forceinline__ ClusterCta(const ClusterArguments& a, const Shared& shared)
       : a(a),
@@ -146,14 +152,14 @@ struct ClusterCta {
 
   __device__ __forceinline__ void run() {
     init_barriers();
-    if constexpr (kGated) ptx::cluster_sync();  // all barriers exist before any CTA sends to another
+    if constexpr (kGated) ptx::cluster_sync();  // all barriers are initialized before any CTA sends to another
     ptx::griddepcontrol_wait();
-    // An early start makes a following gate_pack a microsecond faster for 17 or more tokens, but 0.4 microseconds
-    // slower for fewer. For one token, see multiply_list.
+    // If the next kernel is gate_pack, an early start makes it a microsecond faster for 17 or more tokens, but 0.4
+    // microseconds slower for fewer tokens. For one token, see multiply_list.
     if (a.m > kNextEarlyAbove) ptx::griddepcontrol_launch_dependents();
 
     if constexpr (kDealt) {
-      // Start the first row before the planning warp knows which rows are cut.
+      // Fetch the first row's x and list before the planning warp knows which rows are cut.
       if (cluster < a.m) {
         copy_x(cluster, 0);
         list_part(cluster, 0, 0);
@@ -167,7 +173,7 @@ struct ClusterCta {
       units = a.m;
     }
     int unit = first_unit();
-    if ((!kDealt || cluster >= a.m) && unit < units) {  // if rows are dealt, this is a piece of some other row
+    if ((!kDealt || cluster >= a.m) && unit < units) {  // if rows are dealt, a second or later piece
       const Unit u = unit_at(unit);
       copy_x(u.row, 0);
       list_part(u.row, u.begin, 0);
@@ -211,7 +217,7 @@ struct ClusterCta {
     ptx::bulk_load(ptx::smem_address(shared.x[place]), a.x + static_cast<int64_t>(row) * a.k, 16 * vectors, barrier);
   }
 
-  // Computes where each row begins, and where runs end.
+  // With runs: computes the cost at which each row begins, and the length of a run.
   __device__ __forceinline__ void divide() {
     constexpr int kRows = kRunTokens / (32 * kWarps);  // rows per thread
     uint32_t cost[kRows], mine = 0;
@@ -223,7 +229,7 @@ struct ClusterCta {
     }
     uint32_t before = exclusive_scan(mine, lane);
     if (lane == 31) shared.counts[warp] = before + mine;
-    if (threadIdx.x < kWarps) shared.l1_of[threadIdx.x] = 0.0f;  // for a cluster without rows
+    if (threadIdx.x < kWarps) shared.l1_of[threadIdx.x] = 0.0f;  // read by a cluster in whose run no row begins
     __syncthreads();
     uint32_t all = 0;
 #pragma unroll
@@ -241,8 +247,8 @@ struct ClusterCta {
     __syncthreads();
   }
 
-  // The planning warp: decides which rows are cut, and which cluster computes which row second. Each lane plans two
-  // rows.
+  // The role of the planning warp, if rows are dealt: decides which rows are cut, and which rows each cluster computes
+  // after its first row. Each lane plans two rows.
   __device__ __forceinline__ void deal_rows() const {
     constexpr int kRows = kClusterTokens / 32;
     uint32_t count[kRows] = {}, more[kRows] = {}, all = 0, most = 0;
@@ -253,9 +259,9 @@ struct ClusterCta {
       all += count[i];
       most = max(most, count[i]);
     }
-    // A piece is a cluster's share of all nonzeros, in whole rounds. So there are fewer second and later pieces than
-    // clusters. For example, with 8 clusters and rows of 2,000 and 48 nonzeros, a share is 256, and the first row is
-    // cut into eight.
+    // The size of a piece is a cluster's share of all nonzeros, rounded up to whole rounds. So there are fewer second
+    // and later pieces than clusters. For example, with 8 clusters and rows of 2,000 and 48 nonzeros, a share is 256
+    // nonzeros, and the first row is cut into eight pieces.
     uint32_t length = 0, before = 0;
     if (__any_sync(~0u, most > kWhole)) {
       const uint32_t share = (__reduce_add_sync(~0u, all) + clusters - 1) / clusters;
@@ -277,12 +283,13 @@ struct ClusterCta {
     rank_rows(count, length != 0);
   }
 
-  // The first row of cluster i is row i. Of the remaining rows, the longest goes to the cluster whose first row is
-  // shortest: rows are ranked by key, first rows above all remaining rows, longer rows above shorter rows.
+  // The first row of cluster i is row i. The longest of the remaining rows goes to the cluster whose first row is the
+  // shortest, and so on. To find both orders, rows are ranked by a key in which first rows are above all remaining
+  // rows, and longer rows above shorter rows.
   template <int kRows>
   __device__ __forceinline__ void rank_rows(const uint32_t (&count)[kRows], bool cut) const {
     const bool ranked = a.m > clusters || (a.m == clusters && cut);
-    uint32_t key[kRows];  // rows from m on have no nonzeros and the highest numbers, so the lowest keys
+    uint32_t key[kRows];  // rows from m on get the lowest keys: their count is 0, their numbers are the highest
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const int row = kRows * lane + i;
@@ -312,7 +319,8 @@ struct ClusterCta {
     return (shared.starts[row + 1] - 1) / share - shared.starts[row] / share + 1;
   }
 
-  // With runs: the row's nonzeros, and how many of them come before `cost`.
+  // With runs: count_of is the row's number of nonzeros; nonzeros_before is how many of them come before the total cost
+  // `cost`, rounded up to whole rounds.
   __device__ __forceinline__ uint32_t count_of(int row) const {
     return shared.starts[row + 1] - shared.starts[row] - kRowCost;
   }
@@ -343,11 +351,11 @@ struct ClusterCta {
     return u;
   }
 
-  // With runs, a unit's number is its row's.
+  // The first unit that this cluster computes. With runs, units have the numbers of their rows.
   __device__ __forceinline__ int first_unit() const {
     if constexpr (kDealt) return cluster;
     const uint32_t begin = cluster * share;
-    int row = 0, end = a.m;  // the first row that begins in the run, or after it
+    int row = 0, end = a.m;  // `row` becomes the first row that begins in the run or after it
     while (row < end) {
       const int middle = (row + end) / 2;
       if (shared.starts[middle] < begin) {
@@ -363,26 +371,26 @@ struct ClusterCta {
     return row < a.m && shared.starts[row] < (cluster + 1) * share;
   }
 
-  // Clusters that have a run; if rows are dealt, that have a unit.
+  // The number of clusters that have a run or, if rows are dealt, a unit.
   __device__ __forceinline__ int used() const {
     if constexpr (kDealt) return min(clusters, units);
     return static_cast<int>((shared.starts[kRunTokens] + share - 1) / share);
   }
 
-  // The unit that this cluster computes after the current one.
+  // The unit that this cluster computes after unit `unit`; a number >= `units` means that there are no more units.
   __device__ __forceinline__ int unit_after(int unit) const {
     if constexpr (kDealt) return static_cast<int>(turn + 1) * clusters + shared.place_of_next;
     return begins_here(unit + 1) ? unit + 1 : units;
   }
 
-  // 16 bytes of the weight row that a packed word refers to.
+  // The address of 16-byte vector `vector` in the weight row of a packed word's neuron.
   __device__ __forceinline__ const uint4* weights_of(const __nv_bfloat16* weights, uint32_t word,
                                                      uint32_t vector) const {
-    const uint32_t at = (word & 0xffff) * (16 * vectors) + 16 * vector;  // bytes, less than 2^30
+    const uint32_t at = (word & 0xffff) * (16 * vectors) + 16 * vector;  // offset in bytes, less than 2^30
     return reinterpret_cast<const uint4*>(reinterpret_cast<const char*>(weights) + at);
   }
 
-  // Loads the W_u row of this CTA's nonzero of the chunk that starts at `at`.
+  // Loads the row of W_u for this CTA's nonzero in the chunk that starts at index `at` of the list.
   __device__ __forceinline__ void load_up(Up& up, const List& list, uint32_t at) const {
     if (at + rank >= list.size) return;
     const uint4* weights = weights_of(a.w_up, list.words[at + rank], lane);
@@ -392,7 +400,7 @@ struct ClusterCta {
     }
   }
 
-  // Loads this CTA's columns of the W_d rows of all nonzeros of the chunk.
+  // Loads the rows of W_d for all nonzeros of the chunk, in this CTA's columns.
   __device__ __forceinline__ void load_down(Down& down, const List& list, uint32_t at) const {
     if (at >= list.size) return;
     uint32_t word_of[kCluster];
@@ -406,13 +414,14 @@ struct ClusterCta {
       const uint4* weights = weights_of(a.w_down_t, word_of[j], vector_of(0));
 #pragma unroll
       for (int s = 0; s < kSlices; ++s) {
-        down[j][s] = make_uint4(0, 0, 0, 0);  // if there is no nonzero, its h is zero too
+        down[j][s] = make_uint4(0, 0, 0, 0);  // if there is no nonzero, its h is 0, and 0 * undefined may be NaN
         if (at + j < list.size && is_mine(s)) down[j][s] = __ldg(weights + 32 * s);
       }
     }
   }
 
-  // Prefetches to L2 the rows that will be loaded, 128 bytes per lane; for W_d, 32 / kCluster lanes have one nonzero.
+  // Prefetches to L2 what load_down and, if with_up is true, load_up will load for the chunk at `at`. A lane prefetches
+  // 128 bytes at a time. For W_d, 32 / kCluster lanes share one nonzero.
   __device__ __forceinline__ void prefetch(const List& list, uint32_t at, bool with_up) const {
     constexpr int kLanes = 32 / kCluster, kStep = 8;
     const int first = slice * static_cast<int>(rank), own = kFull ? slice : min(slice, vectors - first);
@@ -428,7 +437,7 @@ struct ClusterCta {
     }
   }
 
-  // Computes `sums`: the unit's h times W_d in this CTA's columns; each warp computes its own chunks.
+  // Computes `sums` = h W_d over the nonzeros of the unit, in this CTA's columns; each warp sums over its own chunks.
   __device__ __forceinline__ void multiply_unit(const Unit& u, int unit, UnitSums& sums) {
 #pragma unroll
     for (int s = 0; s < kSlices; ++s) {
@@ -440,7 +449,7 @@ struct ClusterCta {
       multiply_list(u, unit, from, ends, sums);
       listed ^= 1;
       if (ends) break;
-      __syncthreads();  // this list has been read, the next list has been written
+      __syncthreads();  // all warps have read this list, and the next list has been written
     }
   }
 
@@ -456,10 +465,11 @@ struct ClusterCta {
       load_down(down, list, at);
     }
     prefetch(list, at + kRound, kGated);
-    // For one token, let the next kernel start now. In a decoder, the next kernel is a matrix-vector product, whose
-    // weight loads then queue behind the loads above.
+    // For one token, let the next kernel start now. In a decoder, the next kernel is a matrix-vector product. If it
+    // started earlier, its weight loads would be ahead of the loads above; now they queue behind these.
     if (kDealt && a.m == 1) ptx::griddepcontrol_launch_dependents();
-    // The next unit is looked up after the loads, because no other warp waits for this information.
+    // The listing warp looks up the next unit only after it has issued its loads, because no other warp waits for the
+    // result.
     if (warp == kListing && (!ends || unit_after(unit) < units)) {
       const Unit then = ends ? unit_at(unit_after(unit)) : Unit{u.row, from + kClusterListed};
       list_part(then.row, then.begin, listed ^ 1);
@@ -486,16 +496,17 @@ struct ClusterCta {
     }
   }
 
-  // Exchanges the h of the chunk that starts at `at`: sends this CTA's h to the same warp of all CTAs, and receives
-  // theirs. Meanwhile, loads the chunk's rows of W_d and the next chunk's row of W_u.
+  // Computes and exchanges the h of the chunk that starts at `at`: sends this CTA's h to the warp with the same index
+  // in all CTAs, and receives theirs. Meanwhile, loads the chunk's rows of W_d and the next chunk's row of W_u.
   __device__ __forceinline__ void exchange_hidden(const List& list, uint32_t at, Up& up, Down& down,
                                                   float (&h)[kCluster]) {
     float mine = at + rank < list.size ? dot_x(up) : 0.0f;
     load_down(down, list, at);
     mine = warp_sum(mine);
     if (at + rank < list.size) mine = hidden_of(list.words[at + rank], mine);
-    // Double buffering, b = 0, 1, 0, ... A CTA sends to buffer b again only after it has received what this warp sent
-    // to buffer b ^ 1, and this warp sent that after it had read buffer b.
+    // Two buffers, b = 0, 1, 0, ..., are enough, and a CTA needs no barrier before it sends: it sends to this warp's
+    // buffer b again only after it has received what this warp sent to buffer b ^ 1, and this warp sent that after it
+    // had read buffer b.
     const uint32_t b = exchanges % 2;
     const uint32_t barrier = ptx::smem_address(&shared.received[b][warp]);
     if (lane < kCluster) {
@@ -515,7 +526,7 @@ struct ClusterCta {
     ++exchanges;
   }
 
-  // This lane's part of x . w_up[n].
+  // This lane's part of the dot product of x and a row of W_u.
   __device__ __forceinline__ float dot_x(const Up& up) const {
     float four[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
@@ -529,16 +540,17 @@ struct ClusterCta {
     return (four[0] + four[1]) + (four[2] + four[3]);
   }
 
-  // Adds the warps' sums in order, half a vector to a thread; if the row is cut, adds the other pieces' sums; stores y.
+  // Adds the warps' sums in order; each thread adds half a vector. If the row is cut, the last CTA also adds the sums
+  // of all pieces. Stores y.
   __device__ __forceinline__ void add_warps(const Unit& u, int unit, const UnitSums& sums) const {
-    if (turn > 0) __syncthreads();  // the sums of the previous unit have been added
+    if (turn > 0) __syncthreads();  // all threads have read the sums of the previous unit
 #pragma unroll
     for (int s = 0; s < kSlices; ++s) {
       shared.sums_of[warp][s][0][lane] = make_float4(sums[s][0], sums[s][1], sums[s][2], sums[s][3]);
       shared.sums_of[warp][s][1][lane] = make_float4(sums[s][4], sums[s][5], sums[s][6], sums[s][7]);
     }
     if (lane == 0) shared.l1_of[warp] = l1;
-    __syncthreads();  // the sums have been written; x and the list have been read, the next list has been written
+    __syncthreads();  // all warps have written their sums and read x and the list; the next list is complete
     if (threadIdx.x >= kAdders) return;
     const int s = threadIdx.x / 64, half = threadIdx.x / 32 % 2;
     const int vector = vector_of(s);
@@ -559,13 +571,13 @@ struct ClusterCta {
     sum.x += p.x, sum.y += p.y, sum.z += p.z, sum.w += p.w;
   }
 
-  // Called by the adders: writes a piece's sum. Returns whether this CTA is the last of those that have the row's
-  // pieces and this CTA's columns; if so, `sum` becomes the sum of all pieces, in order.
+  // Called by the threads that add: writes a piece's sum to global memory. Returns true in the last CTA that does so
+  // for this row and these columns; there, `sum` becomes the sum of all pieces, added in order.
   __device__ __forceinline__ bool add_pieces(int row, int unit, uint32_t pieces, int quad, bool some,
                                              float4& sum) const {
     const uint32_t first = kDealt ? shared.cuts[row] : shared.starts[row] / share;
     const auto place = [&](int64_t at) { return reinterpret_cast<float4*>(a.partials + at * a.k) + quad; };
-    // With runs, the row is the last row of cluster `first`, and the first row of the other clusters that compute it.
+    // With runs, a cut row is the last row of cluster `first`, and the first row of the other clusters that compute it.
     const auto place_in_run = [&](uint32_t c) { return place(2 * c + (c == first)); };
     if (some) *(kDealt ? place(unit < a.m ? row : unit) : place_in_run(cluster)) = sum;
     __threadfence();
@@ -588,8 +600,8 @@ struct ClusterCta {
     return done;
   }
 
-  // Called by one warp of each cluster: writes the cluster's l1 and, if the warp then finds the l1 of all clusters,
-  // adds these in order. Two warps may both find the l1 of all clusters; then both write the same sum.
+  // Called by one warp of each cluster: writes the cluster's l1. If the warp then finds that the l1 of all clusters
+  // have been written, it adds them in order. Two warps may both find this; then both write the same sum.
   __device__ __forceinline__ void add_l1() const {
     const int with_l1 = used();
     float sum = warp_sum(static_cast<int>(lane) < kWarps ? shared.l1_of[lane] : 0.0f);
@@ -616,8 +628,9 @@ struct ClusterCta {
   }
 };
 
-// If kFull, two CTAs of eight warps share an SM. An H100 or H200 holds 15 clusters of eight whose CTAs have an SM each,
-// and at least 30 whose CTAs share SMs; of such clusters of four, 60.
+// If kFull, two CTAs of eight warps (or four CTAs of four) share an SM. On an H100 or H200, 15 clusters of eight CTAs
+// can be resident if each CTA has an SM of its own, and at least 30 if CTAs share SMs; of clusters of four CTAs that
+// share SMs, 60 can be resident.
 template <int kCluster, int kWarps, int kVectors, bool kFull, bool kGated, bool kDealt>
 __global__ void __launch_bounds__(32 * kWarps, kFull ? 16 / kWarps : 1) row_cluster_kernel(const ClusterArguments a) {
   using Cta = ClusterCta<kCluster, kWarps, kVectors, kFull, kGated, kDealt>;

@@ -15,16 +15,16 @@ struct RowArguments {
   Packed packed;
   int64_t n;
   int m, k;
-  int32_t* tickets;  // their number depends on the kernel; zero between calls
+  int32_t* tickets;  // its length depends on the kernel; zero between calls
   float* l1;
   __nv_bfloat16* y;
 };
 
-constexpr int kMaxGrid = 144;  // CTAs: no sm_90 has more SMs
+constexpr int kMaxGrid = 144;  // number of CTAs, because no sm_90 device has more SMs
 
-// Lists the nonzeros of a wide segment that are among nonzeros first .. first + size - 1 of the row, as list_nonzeros
-// does for a whole row, with the row's nonzero `first` at list[0]. The segment is that of column tile `tile`, and the
-// row has `before` nonzeros in earlier column tiles. Called by all lanes of a warp.
+// Lists the nonzeros of a wide segment that are among nonzeros first .. first + size - 1 of the row: nonzero first + i
+// goes to list[i], as a packed word. The segment is that of column tile `tile`, and the row has `before` nonzeros in
+// earlier column tiles. Called by all lanes of a warp.
 __device__ __forceinline__ void list_wide(const Packed& packed, int64_t row, int64_t n, int tile, uint32_t before,
                                           uint32_t first, uint32_t size, uint32_t lane, uint32_t* list) {
   const uint32_t column = tile * kColumnTile + 8 * lane;
@@ -42,9 +42,9 @@ __device__ __forceinline__ void list_wide(const Packed& packed, int64_t row, int
   }
 }
 
-// Lists nonzeros first..last - 1 of the row, columns ascending, at list[0..] as packed words, by all lanes of a warp,
-// which may read the list after __syncwarp. Two lanes read the first 32 bytes of a segment, which usually contain all
-// its nonzeros.
+// Lists nonzeros first .. last - 1 of the row at list[0..] as packed words, columns ascending. Called by all lanes of a
+// warp; the list may be read after a __syncwarp. Two lanes together read the first 32 bytes of a segment, which usually
+// contain all its nonzeros.
 __device__ __forceinline__ void list_nonzeros(const Packed& packed, int64_t row, int64_t n, uint32_t first,
                                               uint32_t last, uint32_t lane, uint32_t* list) {
   constexpr int kBatch = 4;  // loads in flight per lane
@@ -68,7 +68,8 @@ __device__ __forceinline__ void list_nonzeros(const Packed& packed, int64_t row,
       const uint32_t count = __shfl_sync(~0u, v[b].x, lane & ~1u);
       const uint32_t mine = lane % 2 == 0 ? count : 0;
       const uint32_t before = exclusive_scan(mine, lane);
-      const uint32_t base = seen + before - (lane % 2 == 0 ? 0 : count);  // rank of the column tile's first nonzero
+      const uint32_t base = seen + before - (lane % 2 == 0 ? 0 : count);  // number of the row's nonzeros before this
+                                                                          // column tile
       seen += __shfl_sync(~0u, before + mine, 31);
       const bool wanted = count != 0 && base < last && base + count > first;
       const bool fits = count < kTileWords;
@@ -84,7 +85,7 @@ __device__ __forceinline__ void list_nonzeros(const Packed& packed, int64_t row,
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             const uint32_t at =
-                index + i - 1;  // among the column tile's nonzeros; word 0 is the count: its `at` wraps around
+                index + i - 1;  // index among the column tile's nonzeros; for word 0, the count, it wraps around
             if (at < count && base + at - first < size) list[base + at - first] = words[i];
           }
         }
@@ -110,7 +111,7 @@ __device__ __forceinline__ uint4 pack(const float (&v)[8]) {
                     ptx::cvt_bf16x2(v[6], v[7]));
 }
 
-// Adds w x to four independent sums, so that no chain of additions is long.
+// Adds w x to four independent sums, because dependent additions would have to wait for one another.
 __device__ __forceinline__ void multiply_add(float (&sums)[4], const uint4& w, const float (&x)[8]) {
   float v[8];
   unpack(w, v);
@@ -126,15 +127,15 @@ __device__ __forceinline__ void scale_add(float (&sums)[8], const uint4& w, floa
   for (int i = 0; i < 8; ++i) sums[i] = fmaf(v[i], h, sums[i]);
 }
 
-// sums = from + sums. The read bypasses L1, because another CTA of this kernel may have written `from`.
+// sums = from + sums. The loads bypass L1, because another CTA of this kernel may have written `from`.
 __device__ __forceinline__ void add_eight(const float4* from, float (&sums)[8]) {
   const float4 p = __ldcg(from), q = __ldcg(from + 1);
   sums[0] = p.x + sums[0], sums[1] = p.y + sums[1], sums[2] = p.z + sums[2], sums[3] = p.w + sums[3];
   sums[4] = q.x + sums[4], sums[5] = q.y + sums[5], sums[6] = q.z + sums[6], sums[7] = q.w + sums[7];
 }
 
-// g of a packed word; and h = g u, where u and the product are each rounded to bf16 once (the float32 product of two
-// bf16 values is exact).
+// gate_of returns g of a packed word. hidden_of returns h = g u, where u and the product are each rounded to bf16 once
+// (the float32 product of two bf16 values is exact).
 __device__ __forceinline__ float gate_of(uint32_t word) { return high(word); }
 __device__ __forceinline__ float hidden_of(uint32_t word, float u) {
   const float rounded = __bfloat162float(__float2bfloat16_rn(u));

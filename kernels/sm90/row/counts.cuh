@@ -1,13 +1,13 @@
-// What row_cluster reads of the packed gate: a row's nonzeros and, for few tokens, the counts that gate_pack did not
-// sum up.
+// How row_cluster reads the packed gate: it lists a row's nonzeros and, for few tokens, computes the counts that
+// gate_pack has left to it.
 #pragma once
 
 #include "row/common.cuh"
 
 namespace sparsellm::row {
 
-// Lists nonzeros first..last - 1 of the row, columns ascending, at list[0..], as list_nonzeros does, but in less time
-// if one warp lists alone: each lane has a column tile of its own, and one scan serves 32 of them.
+// Lists nonzeros first .. last - 1 of the row at list[0..], columns ascending, as list_nonzeros does. This function is
+// faster if only one warp of a CTA lists: each lane has a column tile of its own, and one scan serves 32 column tiles.
 __device__ __forceinline__ void list_at_once(const Packed& packed, int64_t row, int64_t n, uint32_t first,
                                              uint32_t last, uint32_t lane, uint32_t* list) {
   const int tiles = static_cast<int>((n + kColumnTile - 1) / kColumnTile);
@@ -22,7 +22,7 @@ __device__ __forceinline__ void list_at_once(const Packed& packed, int64_t row, 
       for (int i = 0; i < 4; ++i) v[i] = *reinterpret_cast<const uint4*>(words + word_offset(4 * i, tiles));
     }
     const uint32_t count = v[0].x;
-    const uint32_t base = seen + exclusive_scan(count, lane);  // rank of the column tile's first nonzero
+    const uint32_t base = seen + exclusive_scan(count, lane);  // number of the row's nonzeros before this column tile
     seen = __shfl_sync(~0u, base + count, 31);
     const bool wanted = count != 0 && base < last && base + count > first;
     const bool fits = count < kTileWords;
@@ -49,14 +49,15 @@ __device__ __forceinline__ void list_at_once(const Packed& packed, int64_t row, 
   }
 }
 
-// Computes how many nonzeros rows 2 lane and 2 lane + 1 have, from the column tiles' counts; none from row m on.
+// Sets count[0] and count[1] to the number of nonzeros of rows 2 lane and 2 lane + 1, from the column tiles' counts;
+// rows from m on have none.
 __device__ __forceinline__ void count_rows(const Packed& packed, int m, int64_t n, uint32_t lane,
                                            uint32_t (&count)[2]) {
   const int tiles = static_cast<int>((n + kColumnTile - 1) / kColumnTile);
-  // Lane 8 t + s sums rows 8 s .. 8 s + 7 over column tiles t, t + 4, ..., two rows per word. A sum never carries into
-  // the other row: a lane has at most 64 of the 256 column tiles, so up to 16,384 nonzeros, and together with lane 8 (t
-  // ^ 1) + s up to 32,768. A count of all 65,536 columns would not fit in 16 bits, so the two halves are separated
-  // before the last addition.
+  // Lane 8 t + s sums rows 8 s .. 8 s + 7 over column tiles t, t + 4, ..., with two rows' sums in each word. No sum
+  // carries into the other row's: of the at most 256 column tiles, a lane has 64, with up to 16,384 nonzeros, and the
+  // first addition of another lane's sum gives up to 32,768. The sum over all 65,536 columns would not fit in 16 bits,
+  // so the two rows are separated before the last addition.
   uint32_t pairs[4] = {};
   const uint4* eight = reinterpret_cast<const uint4*>(tile_counts(packed)) + lane;
   for (int first = 0; first < tiles; first += 32) {
@@ -80,11 +81,11 @@ __device__ __forceinline__ void count_rows(const Packed& packed, int m, int64_t 
   if (rows < 2) count[1] = 0;
 }
 
-// Sets the counters, from the column tiles' counts and masks, by all lanes of a warp.
+// Computes the counters from the column tiles' counts and masks. Called by all lanes of a warp.
 __device__ __forceinline__ void count_all(const Packed& packed, int m, int64_t n, uint32_t lane) {
   const int tiles = static_cast<int>((n + kColumnTile - 1) / kColumnTile);
   uint32_t nonzeros = 0, wide_segments = 0, in_union = 0;
-  const uint32_t* pairs = reinterpret_cast<const uint32_t*>(tile_counts(packed)) + lane;  // rows 2 lane, 2 lane + 1
+  const uint32_t* pairs = reinterpret_cast<const uint32_t*>(tile_counts(packed)) + lane;  // rows 2 lane and 2 lane + 1
   const int rows = m - 2 * static_cast<int>(lane);
 #pragma unroll 8
   for (int tile = 0; tile < tiles; ++tile) {

@@ -1,16 +1,16 @@
-// The row engine for many tokens, which is limited by L2 bandwidth. A warp has one unit of work at a time, usually a
-// whole row.
+// The row engine for many tokens, which is limited by L2 bandwidth. Each warp computes one unit of work at a time,
+// which is usually a whole row.
 //
-// One CTA of 12 warps per SM, without a barrier in its loop. A warp keeps up to 64 columns in each lane: first of x,
-// while it streams the W_up rows of up to 64 nonzeros, then of y, while it streams the W_down rows of these nonzeros.
-// Either way, 8 KB are in flight per warp, 96 KB per SM; nearly all of the SM's shared memory stays L1. A row is given
-// to a warp rather than to a CTA, because then nothing has to be synchronized, a short row wastes no threads, and x and
-// y can use the same registers in turn. The warps of a CTA take neighbouring rows, which tend to share neurons and so
-// find weights in L1.
+// One CTA of 12 warps runs on each SM, without a barrier in its loop. A lane keeps up to 64 columns in registers: first
+// columns of x, while its warp streams the W_up rows of up to 64 nonzeros, and then columns of y, while the warp
+// streams the W_down rows of these nonzeros. Each warp has 8 KB of loads in flight, which are 96 KB per SM; nearly all
+// of the SM's shared memory remains L1. A row is given to a warp rather than to a CTA: then nothing has to be
+// synchronized, a short row leaves no threads idle, and x and y can use the same registers in turn. The warps of a CTA
+// take neighbouring rows, which tend to fire the same neurons and so find weights in L1.
 //
-// Rows with many nonzeros are planned beforehand: these rows come first, and are cut into chunks. Each chunk is a unit
-// that writes a float32 sum, and the warp that finishes last adds the sums. If no memory is left for such sums, one
-// warp computes all chunks of the row in turn and adds them in the same order, so the bits are the same.
+// Rows with many nonzeros are planned beforehand: they are computed first, and are cut into chunks. Each chunk is a
+// unit that writes a float32 sum, and the warp that finishes last adds the sums. If no memory is left for such sums,
+// one warp computes all chunks of the row in turn and adds their sums in the same order, so the bits are the same.
 #pragma once
 
 #include "row/common.cuh"
@@ -18,34 +18,35 @@
 namespace sparsellm::row {
 
 constexpr int kManyWarps = 12;
-constexpr int kListed = 64;       // nonzeros of a row that a warp lists at a time
-constexpr int kEqualChunks = 16;  // a row is cut into this many chunks before they grow to kListed nonzeros
+constexpr int kListed = 64;       // nonzeros of a row that are listed at a time, for one warp
+constexpr int kEqualChunks = 16;  // rows are cut into this many chunks, until a chunk would exceed kListed nonzeros
 
-// Counters in global memory: the number of planned units; the number of slots taken; the next unit to hand out; the
-// number of CTAs that are done.
+// Counters in global memory: the number of planned units; the number of slots that are taken; the next unit to hand
+// out; the number of CTAs that are done.
 enum Ticket { kUnits = 0, kSlots = 1, kNext = 2, kDone = 3 };
 
-struct ManyArguments : RowArguments {  // tickets: [4]
-  const int32_t* only_if;              // null, or a word: if it is zero, the kernel ends at once
+struct ManyArguments : RowArguments {  // tickets: [4], see Ticket
+  const int32_t* only_if;              // null, or a pointer to a word; if the word is zero, the kernel ends at once
   int smallest_chunk;
-  int heavy_above;  // rows with more nonzeros are planned
+  int heavy_above;  // rows with more nonzeros than this are planned
   int range;        // neighbouring units that a CTA takes at a time
   int slot_capacity;
-  int4* units;        // [m + slot_capacity] row, chunk (-1: the whole row), the row's first slot
-  int32_t* arrivals;  // [slot_capacity] number of chunks of a row that are done, at the row's first slot
-  float* slots;       // [slot_capacity, k + 8] a chunk's sum, then its l1
-  float* totals;      // [warps, k] a warp's sum over the chunks so far
+  int4* units;        // [m + slot_capacity] (row, chunk or -1 for the whole row, the row's first slot)
+  int32_t* arrivals;  // [slot_capacity] at the first slot of a row: how many of its chunks are done
+  float* slots;       // [slot_capacity, k + 8] one chunk per slot: its sum, then its l1
+  float* totals;      // [warps, k] a warp's sum over the chunks of a row so far
   float* row_l1;      // [m] each row's sum of |h|
 };
 
-// Nonzeros per chunk, which depend only on the row's count and the number of tokens: with smallest = 8, a row of 100
-// nonzeros has chunks of 8, one of 400 has chunks of 25, and one of 2,000 has chunks of 64.
+// Number of nonzeros per chunk, which depends only on the row's count and on `smallest`, and so on the number of
+// tokens. If `smallest` is 8, a row of 100 nonzeros has chunks of 8, a row of 400 has chunks of 25, and a row of 2,000
+// has chunks of 64.
 __device__ __forceinline__ int chunk_of(int count, int smallest) {
   return min(max((count + kEqualChunks - 1) / kEqualChunks, smallest), kListed);
 }
 
-// Plans the rows with many nonzeros, one thread per row: a row becomes one unit per chunk if there are slots for all
-// its chunks, otherwise one unit.
+// Plans the rows with many nonzeros, one thread per row. A row becomes one unit per chunk if there are slots for all
+// its chunks; otherwise, it becomes one unit.
 __global__ void row_plan_kernel(const ManyArguments a) {
   const int row = blockIdx.x * blockDim.x + threadIdx.x;
   const int count = row < a.m ? a.packed.row_counts[row] : 0;
@@ -63,12 +64,13 @@ __global__ void row_plan_kernel(const ManyArguments a) {
   }
 }
 
-// The units of a CTA, in shared memory: the planned units first, then the rows. A CTA takes a.range neighbouring units
-// at a time.
+// The units that a CTA has taken, in shared memory. Units are numbered: the planned units come first, then the rows. A
+// CTA takes a.range neighbouring units at a time.
 struct UnitRange {
   int &lock, &next, &end;
 
-  // A warp's next unit. A warp that finds the range empty takes another from global memory, while the other warps wait.
+  // Returns a warp's next unit. A warp that finds no unit left takes the next range from global memory, while the other
+  // warps of the CTA wait for the lock.
   __device__ __forceinline__ int take(const ManyArguments& a, uint32_t lane) const {
     int index = 0;
     if (lane == 0) {
@@ -87,21 +89,21 @@ struct UnitRange {
   }
 };
 
-// One warp and its unit. Columns are processed in pieces of 256 kVectors: of a piece, this lane has vectors
-// 0 .. valid - 1, the first at column_of(piece), the others 256 columns apart. kFull: k is a multiple of a piece, so
-// every lane has columns. Arrays in registers are locals, passed by reference: as members, they would keep the scalars
-// next to them in local memory until loops are unrolled.
+// One warp and its unit. Columns are processed in pieces of 256 kVectors columns. Of a piece, this lane has vectors 0
+// .. valid - 1 of eight columns: vector 0 is at column_of(piece), and each further vector is 256 columns later. kFull:
+// k is a multiple of a piece, so all lanes have all kVectors vectors. Arrays in registers are locals, passed by
+// reference: if they were members, the members next to them would stay in local memory until loops are unrolled.
 template <int kVectors, bool kFull, bool kGated>
 struct ManyWarp {
   static constexpr int kDepth = 16 / kVectors < 8 ? 16 / kVectors : 8;  // weight rows in flight
   static constexpr int kPiece = 256 * kVectors;
   using Sums = float[kVectors][8];
-  // Role of a chunk's sum: the sum of a whole row, or the first, a middle or the last sum of several.
+  // What a chunk's sum is: the sum of a whole row, or the first, a middle or the last one of several sums of a row.
   enum Place { kWhole, kFirst, kMiddle, kLast };
 
   const ManyArguments& a;
   uint32_t* list;  // the chunk's nonzeros
-  float* hidden;   // and their h
+  float* hidden;   // and the h of these nonzeros
   uint32_t lane;
   int pieces;
 
@@ -113,22 +115,22 @@ struct ManyWarp {
     return kFull ? kVectors : (a.k - column_of(piece) + 255) >> 8;
   }
 
-  // Computes unit `index`: of the `units` planned ones, which come first, or else of the rows.
+  // Computes unit `index`: the first `units` units are planned, and all later ones are rows.
   __device__ __forceinline__ void do_unit(int index, int units) const {
     const int2 unit = index < units ? *reinterpret_cast<const int2*>(a.units + index) : make_int2(index - units, -1);
     const int64_t row = unit.x;
     const int count = a.packed.row_counts[row];
-    if (index >= units && count > a.heavy_above) return;  // it is among the planned units
+    if (index >= units && count > a.heavy_above) return;  // the row is among the planned units
     const int chunk = chunk_of(count, a.smallest_chunk);
     const int chunks = max((count + chunk - 1) / chunk, 1);
     const bool split = unit.y >= 0;
-    const int stride = a.k + 8;                                  // stride between slots
+    const int stride = a.k + 8;                                  // floats between slots
     const auto first_slot = [&]() { return a.units[index].z; };  // read where it is needed, because registers are
                                                                  // scarce
     float row_l1 = 0.0f;
     for (int c = split ? unit.y : 0; c < (split ? unit.y + 1 : chunks); ++c) {
       const int size = min(count - c * chunk, chunk);
-      __syncwarp();  // the previous chunk has been read
+      __syncwarp();  // all lanes have read the previous chunk
       if (size > 0) list_nonzeros(a.packed, row, a.n, c * chunk, c * chunk + size, lane, list);
       __syncwarp();
       const float l1 = size > 0 ? compute_hidden(row, size) : 0.0f;
@@ -149,8 +151,9 @@ struct ManyWarp {
     if (lane == 0) a.row_l1[row] = row_l1;
   }
 
-  // Calls use(i, vectors) with this lane's columns of the weight row of listed nonzero i, for i = 0 .. size - 1 in
-  // order. Vectors from `valid` on hold other columns of the row, because a load there costs less than a branch.
+  // Calls use(i, vectors) for i = 0 .. size - 1 in order, where `vectors` are this lane's columns of the weight row of
+  // listed nonzero i. Vectors from `valid` on contain other columns of the row and are ignored: a load costs less than
+  // a branch.
   template <class Use>
   __device__ __forceinline__ void stream(const __nv_bfloat16* weights, int piece, int size, Use use) const {
     const __nv_bfloat16* mine = weights + (kFull ? column_of(piece) : min(column_of(piece), a.k - 8));
@@ -179,7 +182,7 @@ struct ManyWarp {
     }
   }
 
-  // Writes the h of the `size` listed nonzeros to `hidden`; returns the sum of |h|.
+  // Computes h of the `size` listed nonzeros, writes it to `hidden`, and returns the sum of |h|.
   __device__ __forceinline__ float compute_hidden(int64_t row, int size) const {
     if constexpr (kGated) {
       for (int piece = 0; piece < pieces; ++piece) {
@@ -214,7 +217,7 @@ struct ManyWarp {
     return warp_sum(l1);
   }
 
-  // sums = h W_d over the listed nonzeros, for one piece of the columns.
+  // Computes sums = h W_d over the listed nonzeros, for one piece of the columns.
   __device__ __forceinline__ void multiply(int piece, int size, Sums& sums) const {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
@@ -228,8 +231,9 @@ struct ManyWarp {
     });
   }
 
-  // Writes a piece of a chunk's sum: as y if the chunk is the whole row or the last chunk, otherwise as float32 at
-  // `to`. Middle and last chunks add the sum of the previous chunks, at `to`.
+  // Writes one piece of columns of a chunk's sum. If the chunk is the whole row or the last chunk, writes it as y;
+  // otherwise, writes it as float32 at `to`. For middle and last chunks, first adds the sum of the previous chunks,
+  // which is at `to`.
   __device__ __forceinline__ void leave(Place place, int64_t row, float* to, int piece, const Sums& sums) const {
     __nv_bfloat16* y = a.y + row * a.k + column_of(piece);
     float4* floats = reinterpret_cast<float4*>(to + column_of(piece));
@@ -250,8 +254,8 @@ struct ManyWarp {
     }
   }
 
-  // Called after chunk `chunk` of a row has written its sum: returns whether this warp is the last of the row's warps.
-  // If so, it adds the chunks in order, writes y, and writes the sum of their l1 to row_l1.
+  // Called after chunk `chunk` of a row has written its sum. Returns whether this warp is the last of the row's warps.
+  // If so, it has added the chunks' sums in order, written y, and set row_l1 to the sum of the chunks' l1.
   template <class FirstSlot>
   __device__ __forceinline__ bool add_chunks(int64_t row, int chunk, int chunks, int stride, FirstSlot first_slot,
                                              float& row_l1) const {
@@ -298,7 +302,7 @@ __global__ void __launch_bounds__(32 * kManyWarps, 1) row_many_kernel(const Many
   __syncthreads();
   for (int index; (index = range.take(a, warp.lane)) < units + a.m;) warp.do_unit(index, units);
 
-  // l1: the last CTA to finish adds all rows' l1, in a fixed order.
+  // l1: the CTA that finishes last adds all rows' l1, in a fixed order.
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) last = atomicAdd(a.tickets + kDone, 1) == static_cast<int>(gridDim.x) - 1;

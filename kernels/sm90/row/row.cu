@@ -1,16 +1,16 @@
-// row_ffn: the row engine. For each token, y = sum over the token's nonzeros of h_n w_down_t[n], with h_n = g_n (x .
-// w_up[n]), from the packed gate; h is never in global memory. Fewer than 1,536 tokens use one kernel
-// (row/cluster.cuh), more tokens a small planning kernel and one kernel (row/many.cuh). row_rest is the kernel for many
-// tokens as the overflow path of the tile engine, which launches row_rest last; row_rest ends at once if the lists did
-// not overflow.
+// row_ffn, the row engine: for each token, y = sum of h_n w_down_t[n] over the token's nonzeros n, with h_n = g_n (x .
+// w_up[n]). It reads the packed gate, and h is never in global memory. For fewer than 1,536 tokens, one kernel computes
+// everything (row/cluster.cuh); for more tokens, a small planning kernel and one more kernel do (row/many.cuh).
+// row_rest is the overflow path of the tile engine: it is the kernel for many tokens, which the tile engine launches
+// last, and which ends at once if the lists did not overflow.
 //
 // Numerics: u is accumulated in float32 and rounded to bf16 once; h = g u is rounded to bf16 once (non-gated: h = g); y
-// is accumulated in float32 and rounded once. A row's nonzeros, columns ascending, are cut into chunks. The cuts depend
-// on M and on the rows' counts, and for few tokens also on the number of SMs. A chunk is summed in order from zero, and
-// chunks are added in order, whether one worker computes them all or several do. (With clusters of eight CTAs, a chunk
-// in this sense is what one of the eight warps has of a row or piece: eight nonzeros of every 64. With clusters of
-// four, it is four of every 32.) l1, the float32 sum of |h|, is also in a fixed order. So the bits are the same in
-// every run on the same kind of device. Rows without nonzeros give zeros.
+// is accumulated in float32 and rounded to bf16 once. A row's nonzeros, columns ascending, are cut into chunks. The
+// cuts depend on M, on the rows' counts and, for few tokens, also on the number of SMs. Each chunk is summed in order
+// from zero, and the chunks' sums are added in order, whether one worker computes all of them or several workers do.
+// (With clusters of eight CTAs, a chunk in this sense is what one of a CTA's eight warps gets of a row or piece: eight
+// nonzeros of every 64. With clusters of four, it gets four of every 32.) l1 is the float32 sum of |h|, also in a fixed
+// order. So the bits are the same in every run on the same kind of device. Rows without nonzeros give zeros.
 #include "common/host.h"
 #include "row/cluster.cuh"
 #include "row/many.cuh"
@@ -20,11 +20,11 @@ namespace {
 
 using namespace row;
 
-constexpr int64_t kSlotBytes = 64 << 20;   // upper bound on the bytes of the sums of the chunks of rows that are cut;
-constexpr int64_t kMaxSlots = 8192;        // upper bound on their number;
-constexpr int64_t kMinSlots = 64;          // lower bound on their number, however wide a row is
-constexpr int64_t kTotalBytes = 64 << 20;  // upper bound on the bytes of the warps' sums over chunks, unless one warp
-                                           // per SM needs more
+constexpr int64_t kSlotBytes = 64 << 20;   // bytes of the chunks' sums of rows that are cut, at most
+constexpr int64_t kMaxSlots = 8192;        // number of these sums, at most
+constexpr int64_t kMinSlots = 64;          // number of these sums, at least, however wide a row is
+constexpr int64_t kTotalBytes = 64 << 20;  // bytes of the warps' sums over chunks, at most, unless one warp per SM
+                                           // needs more
 
 bool for_clusters(int64_t m, int64_t k) { return m <= kClusterTokens && k <= kClusterMaxWidth; }
 static_assert(row_ffn_counts(kClusterTokens, kClusterMaxWidth) && !row_ffn_counts(1, kClusterMaxWidth + 1),
@@ -40,8 +40,8 @@ int many_warps(int64_t k) {
 struct Layout {
   int64_t partials = 0, l1 = 0, units = 0, arrivals = 0, slots = 0, totals = 0, bytes = 0, slot_capacity = 0;
 
-  // planned: for row_ffn, with any number of tokens. Not planned: for row_rest, which runs the kernel for many tokens
-  // without planning.
+  // planned: true for row_ffn, with any number of tokens. False for row_rest, which runs the kernel for many tokens
+  // without planning any rows.
   Layout(int64_t m, int64_t k, int64_t n, bool planned) {
     if (planned && for_runs(m, k)) {
       const int64_t rows = for_clusters(m, k) ? m + max_clusters(4, kClusterWarps) : 2 * kMaxClusters;
@@ -103,14 +103,15 @@ RowArguments arguments(const void* x, const void* w_up, const void* w_down_t, in
           static_cast<__nv_bfloat16*>(y)};
 }
 
-// How many clusters, of how many CTAs, are launched for m rows on `grid` SMs.
+// How many clusters, of how many CTAs and warps, are launched for m rows on `grid` SMs.
 //
-// If there are more rows than clusters, all clusters should be resident at once, because a cluster that starts only
-// when another has ended makes all wait. The CTAs of a cluster share a group of SMs, and groups do not divide evenly:
-// 132 SMs hold 15 clusters of eight, not 16, and twice as many if two CTAs share an SM. 60 to 62 clusters of four were
-// seen at once, where the driver reports 64; with half the warps, twice as many are launched.
+// If there are more rows than clusters, all clusters should be resident at once: a cluster that starts only when
+// another one has ended would make all others wait for it. The CTAs of a cluster must be in the same group of SMs, and
+// groups are not multiples of a cluster: 132 SMs hold 15 clusters of eight CTAs instead of 16, and twice as many if two
+// CTAs share an SM. Of clusters of four CTAs, 60 to 62 were seen resident at once, although the driver reports 64. With
+// half as many warps per CTA, twice as many clusters are launched.
 struct Clusters {
-  bool full;  // k is 2,048: 16 warps share an SM
+  bool full;  // k is 2,048; then 16 warps share an SM
   int ctas, warps, count;
 
   Clusters(int64_t m, int64_t k, int grid)
@@ -140,8 +141,8 @@ cudaError_t run_clusters(const RowArguments& common, const Clusters& clusters, v
   return launch_cluster<8, kClusterWarps, 16, false, kDealt>(a, clusters.count, stream);
 }
 
-// Many tokens. only_if: null for row_ffn. For row_rest it points to a word; if the word is zero, nothing is computed,
-// and no row is planned.
+// Runs the kernel for many tokens. only_if is null for row_ffn. For row_rest, it points to a word; if the word is zero,
+// nothing is computed. For row_rest, no row is planned.
 cudaError_t run_many(const RowArguments& common, const int32_t* only_if, void* workspace, cudaStream_t stream) {
   const bool planned = only_if == nullptr;
   const int64_t m = common.m, k = common.k;
@@ -152,8 +153,8 @@ cudaError_t run_many(const RowArguments& common, const int32_t* only_if, void* w
   if (error != cudaSuccess) return error;
   ManyArguments a = {common};
   a.only_if = only_if;
-  // Few rows fill the device only if they are cut into short chunks. Of many rows, only those are cut that would still
-  // run when all other rows are done.
+  // Few rows occupy the device only if they are cut into short chunks. Of many rows, only those need to be cut that
+  // would still be running when all others are done.
   a.smallest_chunk = m <= 512 ? 8 : m <= 1024 ? 16 : m <= 2048 ? 32 : kListed;
   a.heavy_above = !planned ? 1 << 30 : m <= 8192 ? a.smallest_chunk : m <= 32768 ? 2 * kListed : 4 * kListed;
   const int64_t range = m / (grid * kManyWarps);

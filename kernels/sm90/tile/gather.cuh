@@ -1,5 +1,5 @@
-// How tile_spmm and tile_weights fill B of a stage: 64 gathered rows of a matrix, 256 of their columns, MN-major in
-// panels of 64 columns.
+// How tile_spmm and tile_weights fill B of a stage: with 64 rows gathered from a matrix, 256 of its columns, MN-major
+// in panels of 64 columns.
 #pragma once
 
 #include "common/tile.cuh"
@@ -8,11 +8,11 @@
 namespace sparsellm {
 
 constexpr uint32_t kPanelBytes = kTileK * 128;
-constexpr int kThreadRows = 4;  // neighbouring rows, of which a thread copies one 16-byte chunk in each panel
+constexpr int kThreadRows = 4;  // neighbouring rows per thread; the thread copies one 16-byte chunk per row and panel
 
-// The part that one thread of the four gathering warps copies. A warp copies 128 bytes of each of four rows with one
-// instruction. The copies are limited by the instructions that compute addresses, so a thread uses few addresses: a
-// row's panels are constant distances apart in both memories.
+// The chunks that one thread of the four gather warps copies. With one instruction, a warp copies 128 bytes of each of
+// four rows. The instructions that compute addresses limit the speed of the copies, so a thread computes only one
+// address per row: a row's panels are at constant distances in both global and shared memory.
 struct Gather {
   int first_row;
   uint32_t place[kThreadRows];
@@ -23,13 +23,13 @@ struct Gather {
     for (int r = 0; r < kThreadRows; ++r) place[r] = swizzle_128(first_row + r, lane % 8);
   }
 
-  // This thread's first column of a unit's 256.
+  // This thread's first column of the 256 columns of a unit.
   static __device__ __forceinline__ int64_t column_of(int column_tile, uint32_t lane) {
     return static_cast<int64_t>(column_tile) * kTileN + lane % 8 * 8;
   }
 
-  // Copies rows `rows` of a bf16 matrix of k columns, from `column` on, to the stage at `to`; zeros from column `end`
-  // on.
+  // Copies rows `rows` of a bf16 matrix of k columns, from `column` on, to the stage at `to`. Columns from `end` on are
+  // filled with zeros.
   __device__ __forceinline__ void copy(uint32_t to, const void* matrix, const uint32_t (&rows)[kThreadRows],
                                        int64_t column, int64_t k, int64_t end) const {
     const uint8_t* source = static_cast<const uint8_t*>(matrix) + 2 * column;

@@ -1,20 +1,21 @@
-// neuron_plan: the nonzeros of a tile plan again, by neuron, because the gradients of the weights are sums over tokens.
-// Neurons are sorted by frequency: the 128 neurons of a tile then fire for about the same number of tokens each, and a
-// tile of rare neurons has few slots. The tokens that fire any neuron of a tile are the tile's slots, numbered like a
-// token tile's neurons (tile/plan.cuh). In the example of TILE_ENGINE.md, with tiles of four neurons: neurons 5, 6, 1,
-// 2 fire for 3, 2, 1, 1 tokens, so they are in this order, and the half {5, 6} has slots for tokens 0 to 3.
+// neuron_plan: sorts the nonzeros of a tile plan by neuron, because the gradients of the weights are sums over tokens.
+// Neurons are ordered by frequency, most frequent first. Then the 128 neurons of a tile fire for about equally many
+// tokens each, and a tile of rare neurons has few slots. The slots of a neuron tile are the tokens that fire at least
+// one of its neurons, numbered in three groups like the slots of a token tile (tile/plan.cuh). In the example of
+// TILE_ENGINE.md, with tiles of four neurons: neurons 5, 6, 1, 2 fire for 3, 2, 1, 1 tokens, so they are in this order,
+// and the half {5, 6} has slots for tokens 0 to 3.
 //
-//   kernel     computes                                                                     a CTA has
+//   kernel     computes                                                                     work of a CTA
 //   frequency  how many tokens fire each neuron                                             a token tile
 //   rank       the order of the neurons                                                     16 neurons
 //   mask       which tokens fire some neuron of each half tile                              a token tile
-//   slots      the tokens of each neuron tile                                               part of a neuron tile
+//   slots      the tokens of each neuron tile                                               a third of a neuron tile
 //   count      how many nonzeros each token tile has in each block of each half             a token tile
-//   starts     where each block starts; the pieces of all tiles, fullest first              a neuron tile (pieces: one)
-//   place      where each nonzero goes                                                      a token tile
+//   starts     where each block starts; the pieces of all tiles, fullest first              a neuron tile, or pieces
+//   place      each nonzero's index in the lists by neuron, and its place                   a token tile
 //
-// A token tile's nonzeros are contiguous in the lists. So the threads of a token tile's CTA take equal numbers of them,
-// wherever blocks start, and load several at a time.
+// A token tile's nonzeros are contiguous in the lists. So the threads of its CTA take equal numbers of nonzeros,
+// wherever blocks start, and each thread has several loads in flight.
 //
 // All arithmetic is on integers. The order of a block's nonzeros may differ between runs; no result depends on this
 // order.
@@ -29,16 +30,19 @@ constexpr int kRankThreads = 128;
 constexpr int kMaxNeuronTiles = 65536 / kTileM;
 static_assert(kMaxNeuronTiles <= kPlanThreads, "each neuron tile needs a thread");
 constexpr int kMaxBlocks = 65536 / kBlockColumns;  // blocks of a token tile
-constexpr int kSlotParts = 3;                      // CTAs that share a neuron tile in `slots`
-constexpr int kShares = 128;                       // shares of all work: about one per CTA
-constexpr int kMinShare = 32;                      // blocks; a smaller tile is not worth cutting
+constexpr int kSlotParts = 3;                      // CTAs per neuron tile in the kernel `slots`
+constexpr int kShares = 128;                       // the work is divided into this many shares, about one per CTA of
+                                                   // tile_weights
+constexpr int kMinShare = 32;                      // minimum number of blocks in a share, because smaller tiles are not
+                                                   // worth cutting
 constexpr int kBatch = 4;                          // loads in flight per thread
-// The slots of one half are in two groups: the slots of that half alone, and the slots of both halves. In a group, a
-// token tile's 128 tokens have contiguous slots, at most 128, which can begin anywhere: slots 60 to 187 are in blocks
-// 0, 1 and 2. So a token tile contributes to at most three blocks of a group, and six of a half.
+// A half has slots in two groups: tokens that fire neurons of this half only, and tokens that fire neurons of both
+// halves. In a group, the up to 128 tokens of a token tile have contiguous slots, which may begin anywhere in a block:
+// slots 60 to 187 are in blocks 0, 1 and 2. So a token tile has nonzeros in at most three blocks of a group, and in at
+// most six blocks of a half. Each of these six possible contributions to a block is a "part".
 constexpr int kParts = 6;
 
-// Calls use(i, load(i)) for i = first, first + stride, ... below `end`, with kBatch loads in flight.
+// Calls use(i, load(i)) for i = first, first + stride, ... below `end`, with kBatch loads in flight per thread.
 template <class Load, class Use>
 __device__ __forceinline__ void in_batches(uint32_t first, uint32_t end, uint32_t stride, Load load, Use use) {
   using Loaded = decltype(load(first));
@@ -53,7 +57,7 @@ __device__ __forceinline__ void in_batches(uint32_t first, uint32_t end, uint32_
   }
 }
 
-// The location of a token tile's nonzeros in the lists: the first half's start at `begin`, the second half's at
+// Where a token tile's nonzeros are in the lists: those of the first half start at `begin`, those of the second half at
 // `middle`.
 struct Range {
   uint32_t begin, middle, end;
@@ -64,13 +68,14 @@ __device__ __forceinline__ Range list_of(const TilePlan& plan, int tile, int col
   return {*starts_of(plan, tile, 0, column_tiles), *second, second[plan.tiles[tile].y]};
 }
 
-// Calls use(index in the lists, position within the tile, slot) for all nonzeros of a token tile, by all threads of a
-// CTA. Each warp has an equal, contiguous part of the nonzeros.
+// Calls use(index in the lists, position within the tile, slot) for each nonzero of a token tile. Called by all threads
+// of a CTA. Each warp has an equal, contiguous range of the nonzeros.
 template <class Use>
 __device__ __forceinline__ void for_each_nonzero(const TilePlan& plan, int tile, int column_tiles, Use use) {
-  __shared__ uint32_t starts[2 * kMaxBlocks + 1];  // of the first half's blocks, of the second half's, and the end
+  __shared__ uint32_t starts[2 * kMaxBlocks + 1];  // starts of the first half's blocks, then of the second half's, then
+                                                   // the end
   const int blocks = plan.tiles[tile].y;
-  // Loads as many as there can be, because `blocks` is still being loaded.
+  // Loads as many starts as there can be, so as not to wait for `blocks`, which is also being loaded.
   for (int b = threadIdx.x; b <= column_tiles * 4; b += kPlanThreads) {
     const uint32_t first = starts_of(plan, tile, 0, column_tiles)[b];
     const uint32_t second = starts_of(plan, tile, 1, column_tiles)[b];
@@ -82,7 +87,7 @@ __device__ __forceinline__ void for_each_nonzero(const TilePlan& plan, int tile,
   const uint32_t share = (all + kPlanThreads - 1) / kPlanThreads * 32;
   const uint32_t first = begin + threadIdx.x / 32 * share, end = begin + min((threadIdx.x / 32 + 1) * share, all);
   if (first >= end) return;
-  int piece = 0;  // piece of the list (a block of a half): the last one that starts at `first` or before
+  int piece = 0;  // index in `starts` of the last block of a half that starts at or before `first`
   for (int above = 2 * blocks; above - piece > 1;) {
     const int middle = (piece + above) / 2;
     (starts[middle] <= first ? piece : above) = middle;
@@ -98,7 +103,8 @@ __device__ __forceinline__ void for_each_nonzero(const TilePlan& plan, int tile,
 
 __global__ void __launch_bounds__(kPlanThreads, 2)
     frequency_kernel(const TilePlan plan, int column_tiles, int32_t* frequencies) {
-  extern __shared__ uint32_t counts[];  // [slots] a byte each: a neuron fires for at most 128 tokens of a tile
+  extern __shared__ uint32_t counts[];  // [slots] one byte each, because a neuron fires for at most 128 tokens of a
+                                        // tile
   ptx::griddepcontrol_launch_dependents();
   for (int i = threadIdx.x; i < column_tiles * kColumnTile / 4; i += kPlanThreads) counts[i] = 0;
   __syncthreads();
@@ -114,7 +120,7 @@ __global__ void __launch_bounds__(kPlanThreads, 2)
 }
 
 // A neuron's rank is the number of neurons that fire for more tokens, plus the number of lower-numbered neurons that
-// fire for equally many. A warp counts them for four neurons; N is a multiple of 8.
+// fire for equally many. A warp computes the ranks of four neurons; N is a multiple of 8.
 __global__ void __launch_bounds__(kRankThreads) rank_kernel(int n, const NeuronPlan out) {
   ptx::griddepcontrol_launch_dependents();
   ptx::griddepcontrol_wait();
@@ -129,7 +135,7 @@ __global__ void __launch_bounds__(kRankThreads) rank_kernel(int n, const NeuronP
     const int4 its = frequencies[other];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int least = mine[i] + (other > quad);  // of equally frequent neurons, the lower number is first
+      const int least = mine[i] + (other > quad);  // among equally frequent neurons, lower numbers come first
       before[i] += (its.x >= least) + (its.y >= least) + (its.z >= least) + (its.w >= least);
     }
   }
@@ -137,7 +143,8 @@ __global__ void __launch_bounds__(kRankThreads) rank_kernel(int n, const NeuronP
   for (int i = 0; i < 4; ++i) {
     int rank = __reduce_add_sync(~0u, before[i]);
 #pragma unroll
-    for (int j = i; j < 4; ++j) rank -= mine[j] == mine[i];  // the neuron itself, and equal ones after it
+    for (int j = i; j < 4; ++j) rank -= mine[j] == mine[i];  // subtract the neuron itself, and equal ones after it in
+                                                             // the same quad
     if (lane == 0) {
       out.ranks[4 * quad + i] = rank;
       out.neurons[rank] = 4 * quad + i;
@@ -145,8 +152,8 @@ __global__ void __launch_bounds__(kRankThreads) rank_kernel(int n, const NeuronP
   }
 }
 
-// Finds which tokens of a token tile fire some neuron of each half of a neuron tile. Writes the rank of each nonzero's
-// neuron to `places`, where `count` and `place` read it.
+// Finds which tokens of a token tile fire at least one neuron of each half of each neuron tile. Also writes to `places`
+// the rank of each nonzero's neuron, for the kernels `count` and `place`.
 __global__ void __launch_bounds__(kPlanThreads, 2)
     mask_kernel(const TilePlan plan, int column_tiles, int halves, const NeuronPlan out) {
   extern __shared__ uint32_t masks[];  // [halves][4], followed by the rank of each slot's neuron
@@ -170,7 +177,7 @@ __global__ void __launch_bounds__(kPlanThreads, 2)
   }
 }
 
-// The sum of the values of all lower threads; `total` is the sum of all.
+// Returns the sum of the values of all lower threads of the CTA, and sets `total` to the sum over all threads.
 __device__ __forceinline__ uint32_t scan(uint32_t value, uint32_t* warp_sums, uint32_t& total) {
   const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const uint32_t before = exclusive_scan(value, lane);
@@ -183,19 +190,19 @@ __device__ __forceinline__ uint32_t scan(uint32_t value, uint32_t* warp_sums, ui
   return so_far + before;
 }
 
-// The tokens of one word that fire neurons of the first half only (`which` is 0), of both halves (1), of the second
-// half only (2). first, second: the word of each half's mask.
+// The tokens of a mask's word that are in one group: they fire neurons of the first half only (`which` is 0), of both
+// halves (1), or of the second half only (2). first, second: the same word of both halves' masks.
 __device__ __forceinline__ uint32_t group_of(uint32_t first, uint32_t second, int which) {
   return which == 0 ? first & ~second : which == 1 ? first & second : second & ~first;
 }
 
-// The group of the token of `bit`: 0, 1 or 2.
+// The group (0, 1 or 2) of the token that has bit `bit` in the word.
 __device__ __forceinline__ int which_of(uint32_t first, uint32_t second, uint32_t bit) {
   return (first & bit) == 0 ? 2 : (second & bit) == 0 ? 0 : 1;
 }
 
-// Called by all threads of a CTA: counts the tokens of each group (sizes), and how many of them are in words before
-// `begin` (earlier).
+// Counts the tokens of each group in all words (`sizes`), and in the words before `begin` (`earlier`). Called by all
+// threads of a CTA.
 __device__ __forceinline__ void count_groups(const uint32_t* first, const uint32_t* second, int words, int begin,
                                              uint32_t (&sizes)[3], uint32_t (&earlier)[3]) {
   uint32_t mine[3] = {}, mine_earlier[3] = {};
@@ -221,11 +228,12 @@ __device__ __forceinline__ void count_groups(const uint32_t* first, const uint32
   __syncthreads();
 }
 
-// Computes the slots of a neuron tile, with kSlotParts CTAs. Each CTA counts the tokens in all words of the tile's
-// masks, and numbers the tokens in its own part of the words.
+// Computes the slots of a neuron tile. kSlotParts CTAs share a tile: each counts the tokens in all words of the tile's
+// masks, but numbers only the tokens in its own words.
 __global__ void __launch_bounds__(kPlanThreads, 2)
     slots_kernel(const TilePlan plan, int token_tiles, const NeuronPlan out) {
-  __shared__ uint32_t warp_sums[32], sizes[3], earlier[3];  // of each group: all tokens; those before this CTA's part
+  __shared__ uint32_t warp_sums[32], sizes[3], earlier[3];  // tokens of each group: in all words, in the words before
+                                                            // this CTA's
   __shared__ uint32_t first_words[kPlanThreads], second_words[kPlanThreads], starts[3][kPlanThreads];
   ptx::griddepcontrol_launch_dependents();
   if (threadIdx.x < 3) sizes[threadIdx.x] = earlier[threadIdx.x] = 0;
@@ -265,8 +273,8 @@ __global__ void __launch_bounds__(kPlanThreads, 2)
       const int which = which_of(first_words[i], second_words[i], bit);
       const uint32_t slot = starts[which][i] + __popc(group_of(first_words[i], second_words[i], which) & (bit - 1));
       slots[slot] = token;
-      // The last block's empty slots name the last token. These slots have no nonzeros, so that token's row is
-      // multiplied by zeros there.
+      // The empty slots of the last block name the last token. They have no nonzeros, so that token's row is multiplied
+      // by zeros.
       if (slot == size - 1) {
         for (uint32_t s = size; s % kBlockColumns != 0; ++s) slots[s] = token;
       }
@@ -280,21 +288,22 @@ __global__ void __launch_bounds__(kPlanThreads, 2)
   }
 }
 
-// The block of part `part` of a token tile, in half tile part / kParts. Parts 0 to 2 of a half are the blocks of the
-// half's own group from the token tile's first slot on; parts 3 to 5 are the blocks of the group of both halves.
+// The block to which part `part` of a token tile belongs; part / kParts is the number of the half tile. Parts 0 to 2 of
+// a half are consecutive blocks of the group of this half only, beginning with the block of the token tile's first
+// slot. Parts 3 to 5 are the same for the group of both halves.
 __device__ __forceinline__ int block_of(const NeuronPlan& out, int token_tiles, int token_tile, int part) {
   const int half = part / kParts, which = part % kParts >= 3 ? 1 : half % 2 * 2;
   const int64_t words = token_tiles * 4;
   return out.before[(half / 2 * 3 + which) * words + token_tile * 4] / kBlockColumns + part % 3;
 }
 
-// Counts a token tile's nonzeros in each part, and reserves their places among each block's nonzeros. Writes to `at`,
-// for each nonzero: its number in the part << 16 | the part << 8 | its slot within the block.
+// Counts a token tile's nonzeros in each part, and reserves list entries for them in each block. Writes to `at`, for
+// each nonzero: its number within the part << 16 | the part << 8 | its slot within the block.
 __global__ void __launch_bounds__(kPlanThreads, 2)
     count_kernel(const TilePlan plan, int column_tiles, int halves, const NeuronPlan out) {
-  extern __shared__ uint32_t parts[];         // [halves][kParts] nonzeros
-  uint32_t* masks = parts + halves * kParts;  // [halves][4] of this token tile
-  uint32_t* before = masks + halves * 4;      // [halves / 2][3][4] of this token tile
+  extern __shared__ uint32_t parts[];         // [halves][kParts] number of nonzeros
+  uint32_t* masks = parts + halves * kParts;  // [halves][4] this token tile's words of the masks
+  uint32_t* before = masks + halves * 4;      // [halves / 2][3][4] this token tile's words of `before`
   ptx::griddepcontrol_launch_dependents();
   for (int i = threadIdx.x; i < halves * kParts; i += kPlanThreads) parts[i] = 0;
   ptx::griddepcontrol_wait();
@@ -318,7 +327,7 @@ __global__ void __launch_bounds__(kPlanThreads, 2)
     const uint32_t token_slot = of_group[w] + __popc(group_of(first, second, which) & (bit - 1));
     const int part = (which == 1 ? 3 : 0) + token_slot / kBlockColumns - of_group[0] / kBlockColumns;
     const uint32_t number = atomicAdd(&parts[rank / kHalf * kParts + part], 1u);
-    out.at[at] = number << 16 | part << 8 | token_slot % kBlockColumns;  // the number is less than 64 x 64
+    out.at[at] = number << 16 | part << 8 | token_slot % kBlockColumns;  // the number is less than 64 * 64
   });
   __syncthreads();
   for (int i = threadIdx.x; i < halves * kParts; i += kPlanThreads) {
@@ -329,14 +338,14 @@ __global__ void __launch_bounds__(kPlanThreads, 2)
   }
 }
 
-// A tile with more blocks than a CTA's share is cut into pieces of at most half a share, so that little is left at the
-// end. An example with 1,000 blocks in total and 8 column tiles: a share is 1,000 * 8 / 128 = 63 blocks, a tile of 60
-// blocks is one piece, and a tile of 70 is three pieces of 23 or 24 blocks.
+// Cuts tiles into pieces. A tile with more blocks than a share is cut into pieces of at most half a share, so that all
+// CTAs finish at about the same time. An example with 1,000 blocks in total and 8 column tiles: a share is 1,000 * 8 /
+// 128 = 63 blocks, a tile of 60 blocks is one piece, and a tile of 70 blocks is three pieces of 23 or 24 blocks.
 __device__ __forceinline__ void cut_into_pieces(int tiles, int column_tiles, const NeuronPlan& out,
                                                 uint32_t* warp_sums) {
   __shared__ int parts_of[kMaxNeuronTiles], sizes[kMaxNeuronTiles];
   uint32_t blocks_of_all, pieces_of_all;
-  int parts = 0, size = 0;  // of this thread's tile
+  int parts = 0, size = 0;  // number of pieces of this thread's tile, and blocks of the largest piece
   Tile mine = {};
   if (threadIdx.x < tiles) {
     const int4 code = out.tiles[threadIdx.x];
@@ -366,8 +375,8 @@ __device__ __forceinline__ void cut_into_pieces(int tiles, int column_tiles, con
   if (threadIdx.x == 0) out.totals[kPieces] = pieces_of_all;
 }
 
-// Computes where each block's nonzeros start in the lists by neuron. There is one more CTA than there are tiles: the
-// last CTA cuts the tiles into pieces.
+// Computes where each block's nonzeros start in the lists by neuron. The grid has one CTA more than there are tiles:
+// the last CTA cuts the tiles into pieces.
 __global__ void __launch_bounds__(kPlanThreads, 2)
     starts_kernel(int token_tiles, int column_tiles, const NeuronPlan out) {
   __shared__ uint32_t warp_sums[32];
@@ -378,14 +387,15 @@ __global__ void __launch_bounds__(kPlanThreads, 2)
     cut_into_pieces(tiles, column_tiles, out, warp_sums);
     return;
   }
-  uint32_t earlier = 0, so_far;  // nonzeros of the earlier tiles, whose lists come before this tile's
+  uint32_t earlier = 0, so_far;  // nonzeros of all earlier tiles, whose lists come before this tile's list
 #pragma unroll 4
   for (int i = threadIdx.x; i < tile * kTileM; i += kPlanThreads) earlier += out.frequencies[out.neurons[i]];
   scan(earlier, warp_sums, so_far);
   const uint4* counts = reinterpret_cast<const uint4*>(out.counts + static_cast<int64_t>(tile) * 2 * per_half);
   uint32_t* starts = out.starts + static_cast<int64_t>(tile) * 2 * (per_half + 1);
   for (int from = 0; from < 2 * per_half; from += 4 * kPlanThreads) {
-    const int at = from + 4 * threadIdx.x;  // the first half's blocks, then the second's, as many as there can be
+    const int at = from + 4 * threadIdx.x;  // index of a block: those of the first half come first, then those of the
+                                            // second half
     const uint4 four = at < 2 * per_half ? counts[at / 4] : make_uint4(0, 0, 0, 0);
     const uint32_t of_block[4] = {four.x, four.y, four.z, four.w};
     uint32_t total, start = so_far + scan(four.x + four.y + four.z + four.w, warp_sums, total);
@@ -393,7 +403,7 @@ __global__ void __launch_bounds__(kPlanThreads, 2)
     for (int i = 0; i < 4; ++i) {
       const int block = at + i;
       if (block < 2 * per_half) starts[block < per_half ? block : block + 1] = start;
-      if (block == per_half) starts[per_half] = start;  // the first half's end
+      if (block == per_half) starts[per_half] = start;  // the end of the first half
       start += of_block[i];
     }
     so_far += total;
@@ -401,16 +411,19 @@ __global__ void __launch_bounds__(kPlanThreads, 2)
   if (threadIdx.x == 0) starts[2 * per_half + 1] = so_far;
 }
 
-// Converts what `count` and `mask` wrote to `at` and `places` into each nonzero's index and place.
+// Replaces what `count` wrote to `at` and `mask` wrote to `places` by each nonzero's index in the lists by neuron, and
+// by its place.
 __global__ void __launch_bounds__(kPlanThreads, 2)
     place_kernel(const TilePlan plan, int column_tiles, int halves, const NeuronPlan out) {
-  extern __shared__ uint32_t parts[];  // [halves][kParts] where this token tile's nonzeros of each part start
+  extern __shared__ uint32_t parts[];  // [halves][kParts] the index in the lists by neuron where this token tile's
+                                       // nonzeros of each part start
   ptx::griddepcontrol_launch_dependents();
   ptx::griddepcontrol_wait();
   const int token_tiles = gridDim.x, per_half = token_tiles * 2 + 1;
   const Range list = list_of(plan, blockIdx.x, column_tiles);
   const uint32_t* bases = out.bases + static_cast<int64_t>(blockIdx.x) * halves * kParts;
-  for (int i = threadIdx.x; i < halves * kParts; i += kPlanThreads) {  // a part without nonzeros may have any start
+  for (int i = threadIdx.x; i < halves * kParts; i += kPlanThreads) {  // `bases` is undefined for parts without
+                                                                       // nonzeros, whose start is not used
     const int block = min(block_of(out, token_tiles, blockIdx.x, i), per_half - 1);
     parts[i] = out.starts[static_cast<int64_t>(i / kParts) * per_half + block] + bases[i];
   }
@@ -431,7 +444,7 @@ cudaError_t neuron_plan(const TilePlan& plan, int64_t m, int64_t k, int64_t n, c
   const int token_tiles = static_cast<int>(ceil_div(m, kTokenTile));
   const int column_tiles = static_cast<int>(ceil_div(n, kColumnTile));
   const int neuron_tiles = static_cast<int>(ceil_div(n, kTileM)), halves = 2 * neuron_tiles;
-  const uint32_t part_bytes = halves * kParts * 4, slot_bytes = column_tiles * kColumnTile;  // a byte for each slot
+  const uint32_t part_bytes = halves * kParts * 4, slot_bytes = column_tiles * kColumnTile;  // one byte per slot
   cudaError_t error = cudaSuccess;
   const auto then = [&](auto kernel, int64_t grid, int threads, uint32_t bytes, auto... arguments) {
     if (error == cudaSuccess) error = launch_early(kernel, grid, threads, bytes, 1, stream, arguments...);

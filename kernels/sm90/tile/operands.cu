@@ -1,9 +1,10 @@
-// tile_operands: writes lists by neuron as operand tiles of 64 x 64 values, with zeros where there is no nonzero.
-// tile_weights needs the same operand tiles for every 256 columns of dW. Scattering the lists once here, and copying
-// whole tiles there, is faster than scattering for every 256 columns.
+// tile_operands: expands lists by neuron to dense operand tiles of 64 x 64 values, with zeros where there is no
+// nonzero. tile_weights reads the same operand tiles for every 256 columns of dW. It is faster to scatter the lists
+// once here, and to copy whole operand tiles there, than to scatter the lists for every 256 columns.
 //
-// A CTA has up to kBlocks blocks of one half of a neuron tile. The CTA makes each operand tile in shared memory, first
-// the zeros and then the list, and stores the tile with one bulk copy while it makes the next tile. Numerics: copies.
+// A CTA has up to kBlocks blocks of one half of a neuron tile. For each block and list, it zeroes an operand tile in
+// shared memory, scatters the list into it, and stores it with one bulk copy while it makes the next operand tile.
+// Numerics: values are only copied.
 #include "common/host.h"
 #include "tile/plan.cuh"
 

@@ -1,17 +1,17 @@
-// tile_plan: for each token tile, the neurons that fire in it and its nonzeros, block by block (tile/plan.cuh). The CTA
-// that finishes last then writes the order of the tiles, fullest first, and the items of the up product.
+// tile_plan: finds, for each token tile, the neurons that fire in it and its nonzeros, block by block (tile/plan.cuh).
+// The CTA that finishes last then writes the order of the tiles, fullest first, and the work items of tile_up.
 //
-// A tile's list is one piece of `lists`, which the tile takes when its size is known. If the lists cannot hold all
-// nonzeros together, no tile gets any blocks, and row_rest computes everything: no decision depends on which CTA comes
-// first.
+// A tile's list is a contiguous part of `lists`, which the tile reserves once it knows how many nonzeros it has. If the
+// nonzeros of all tiles exceed the capacity of `lists`, no tile gets any blocks, and row_rest computes the whole call.
+// So the result does not depend on which tile reserves its part first.
 //
 // A CTA reads its tile's rows three times: to find which neurons fire; to count how many nonzeros each warp has in each
-// block; and to put the nonzeros into the lists. A warp's rows are read as one sequence of quads (16 aligned bytes of a
-// row), 32 quads at a time: if each lane had a row, all lanes would wait for the longest row.
+// block; and to write the nonzeros to the lists. A warp reads its rows as one sequence of quads (16 aligned bytes of a
+// row), 32 quads at a time. If each lane read a row of its own instead, all lanes would wait for the longest row.
 //
-// Values are only moved. The nonzeros of a half's block are sorted by row modulo 8 (16 with 1,024 threads), then by
-// row, then by column: the same in every run. The location of a tile's list and the order of equally full tiles may
-// differ between runs; no result depends on them.
+// Numerics: values are only moved. The nonzeros of a half's block are sorted by row modulo 8 (modulo 16 if the CTA has
+// 1,024 threads), then by row, then by column, which is the same in every run. The location of a tile's list and the
+// order of equally full tiles may differ between runs; no result depends on them.
 #include "common/host.h"
 #include "tile/plan.cuh"
 
@@ -20,14 +20,14 @@ namespace {
 
 constexpr int kFewTiles = 256;  // up to this many token tiles, a CTA has 1,024 threads
 constexpr int kMaxBlocks = 65536 / kBlockColumns;
-constexpr int kStaticBytes = 4096;  // upper bound on the shared memory outside the tables
+constexpr int kStaticBytes = 4096;  // upper bound on static shared memory
 
 static_assert(kMaxBlocks < 0x8000, "a block number must fit in half of an item's word");
 
-// Arrays whose size depends on n: everything that is per neuron or per block.
+// The arrays in dynamic shared memory: their sizes depend on n, because they have entries per neuron or per block.
 struct Tables {
   int blocks;
-  uint16_t* slot_of;  // [neurons] at first two bytes: whether each half fires the neuron; later the neuron's slot
+  uint16_t* slot_of;  // [neurons] first one flag byte per half: this half fires the neuron; later the neuron's slot
   uint32_t* counts;   // [warps][blocks] nonzeros of each warp in each block
   uint32_t* next;     // [warps][blocks + 1] the index in `lists` of each warp's next nonzero of each block
 
@@ -48,7 +48,7 @@ struct Tables {
     first = second = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const uint4 v = flags[i];  // two neurons per word: bits 0, 8 and 16, 24
+      const uint4 v = flags[i];  // flags of two neurons per word: bits 0 and 8, bits 16 and 24
       const uint32_t spread = v.x | v.y << 2 | v.z << 4 | v.w << 6;
       first |= ((spread | spread >> 15) & 0xff) << 8 * i;
       second |= ((spread >> 8 | spread >> 23) & 0xff) << 8 * i;
@@ -56,12 +56,13 @@ struct Tables {
   }
 };
 
-// A row as its warp reads it: position p of the warp's sequence (four positions per quad) is the row's nonzero
-// p + offset, if that, modulo 2 ** 32, is less than `count`. An example of two rows with 5 and 9 nonzeros: the first
-// has positions 0 to 4 of its two quads (offset 0), the second positions 8 to 16 of the next three (offset -8).
+// A row of a warp's sequence of quads. The sequence has four positions per quad. Position p belongs to this row if p +
+// offset, modulo 2^32, is less than `count`; it is then the row's nonzero p + offset. An example: two rows with 5 and 9
+// nonzeros. The first row takes two quads, and its nonzeros have positions 0 to 4 (offset 0). The second row takes the
+// next three quads, and its nonzeros have positions 8 to 16 (offset -8).
 struct alignas(16) Row {
   uint32_t offset, start, count;
-  uint32_t place;  // place of the row's value in slot 0
+  uint32_t place;  // place of the row's value in slot 0 of a block
 };
 
 __device__ __forceinline__ uint32_t warp_scan(uint32_t value) {
@@ -73,7 +74,7 @@ __device__ __forceinline__ uint32_t warp_scan(uint32_t value) {
   return value;
 }
 
-// The sum of the values of all lower threads; `total` is the sum of all.
+// Returns the sum of the values of all lower threads of the CTA, and sets `total` to the sum over all threads.
 template <int kPlanThreads>
 __device__ __forceinline__ uint32_t block_scan(uint32_t value, uint32_t* warp_sums, uint32_t& total) {
   const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, sum = warp_scan(value);
@@ -86,24 +87,26 @@ __device__ __forceinline__ uint32_t block_scan(uint32_t value, uint32_t* warp_su
   return before + sum - value;
 }
 
-// Whether the lists can hold all nonzeros. If not, no tile has any, and row_rest computes everything.
+// Whether the lists can hold all nonzeros. If they cannot, no tile gets any blocks, and row_rest computes the whole
+// call.
 __device__ __forceinline__ bool nonzeros_fit(const Packed& packed, const TilePlan& plan) {
   return packed.counters[kNonzeros] <= plan.capacity &&
          static_cast<uint32_t>(plan.totals[kLongWords]) <= plan.long_capacity;
 }
 
-// Writes the order of the tiles, fullest first, and their items, by one CTA. memory: 2 (blocks + 1) words.
+// Writes the order of the tiles, fullest first, and their items. Called by all threads of one CTA. memory: 2 (blocks +
+// 1) words of shared memory.
 template <int kPlanThreads>
 __device__ __forceinline__ void order_tiles(const Packed& packed, int64_t m, const TilePlan& plan, int blocks,
                                             uint32_t* memory, uint32_t* warp_sums) {
   __shared__ unsigned long long in_union;
-  uint32_t* cursor = memory;  // [b] number of tiles with b blocks; later the index in the order of the next of them
+  uint32_t* cursor = memory;  // [b] number of tiles with b blocks; later the next of these tiles' index in `order`
   uint32_t* items_before = memory + blocks + 1;
   const int tiles = gridDim.x;
   for (int b = threadIdx.x; b <= blocks; b += kPlanThreads) cursor[b] = 0;
   if (threadIdx.x == 0) in_union = 0;
   __syncthreads();
-  uint32_t neurons = 0;  // a warp's sum is less than 2 ** 32
+  uint32_t neurons = 0;  // the sum over a warp's threads is less than 2^32
 #pragma unroll 4
   for (int t = threadIdx.x; t < tiles; t += kPlanThreads) {
     const int4 of = __ldcg(plan.tiles + t);
@@ -117,7 +120,7 @@ __device__ __forceinline__ void order_tiles(const Packed& packed, int64_t m, con
     const bool fits = nonzeros_fit(packed, plan);
     plan.totals[kRest] = fits ? 0 : 1;
     plan.totals[kListWords] = plan.totals[kLongWords] = 0;
-    // Otherwise the counter keeps what gate_pack counted: unions over tiles of tokens in their original order.
+    // If the nonzeros do not fit, the counter keeps what gate_pack counted for tiles of tokens in their original order.
     if (fits) packed.counters[kUnion] = in_union;
     if (!fits) packed.counters[kRestCalls] += 1;
   }
@@ -150,7 +153,8 @@ __device__ __forceinline__ void order_tiles(const Packed& packed, int64_t m, con
   }
 }
 
-// One CTA, which plans one token tile. The methods are in the order in which they run, and are called by all threads.
+// The work of one CTA, which plans one token tile. All threads call the methods, in the order in which they are
+// written.
 template <int kPlanThreads>
 struct TilePlanner {
   static constexpr int kPlanWarps = kPlanThreads / 32;
@@ -162,7 +166,7 @@ struct TilePlanner {
     Row (&rows_of)[kPlanWarps][kRows];
     uint2 (&slots_of)[kPlanWarps];
     uint32_t (&of_half)[2];  // nonzeros of each half of this tile
-    uint32_t& list;          // where the tile's list starts
+    uint32_t& list;          // index in `lists` where the tile's nonzeros start
   };
 
   const Packed& packed;
@@ -174,7 +178,7 @@ struct TilePlanner {
   uint32_t lane, upto, warp;
   int half;
   Row* rows;                       // this warp's rows that are not empty
-  uint32_t quads = 0, before = 0;  // of all the warp's rows; of the rows before row `lane`
+  uint32_t quads = 0, before = 0;  // quads of all the warp's rows; quads of the rows before row `lane`
   int blocks = 0;                  // blocks of the tile's slots
 
   __device__ __forceinline__ TilePlanner(const Packed& packed, int64_t m, const TilePlan& plan, const Shared& shared,
@@ -192,9 +196,10 @@ struct TilePlanner {
         half(warp / kHalfWarps),
         rows(shared.rows_of[warp]) {}
 
-  // A warp has every eighth row of a half (kSets 8), or every sixteenth. If a half has fewer than eight warps, a warp
-  // has every eighth row from its first one on, and then those from the next one on: of four warps, warp 1 has rows 2,
-  // 10, 18, ... and then 3, 11, 19, ... Lane r looks up the warp's r-th row.
+  // Assigns rows to warps. If a half has eight or more warps, warp w of the half has rows w, w + 8, w + 16, ... (kSets
+  // 8), or every sixteenth row (kSets 16). If a half has four warps, warp w first has every eighth row from 2 w on,
+  // then every eighth row from 2 w + 1 on: warp 1 has rows 2, 10, 18, ... and then 3, 11, 19, ... Lane r looks up the
+  // warp's r-th row.
   __device__ __forceinline__ void look_up_rows() {
     uint32_t start = 0, count = 0;
     const uint32_t row = lane % kRowsOfSet * kSets + warp % kHalfWarps * (kRows / kRowsOfSet) + lane / kRowsOfSet;
@@ -203,13 +208,14 @@ struct TilePlanner {
       const int64_t token = plan.tokens == nullptr ? position : plan.tokens[position];
       count = packed.row_counts[token];
       start = token * kRowCapacity;
-      if (count > kRowCapacity) start = plan.rows[start + kRowCapacity - 1];  // a long row: its location
+      if (count > kRowCapacity) start = plan.rows[start + kRowCapacity - 1];  // for a long row, this word is the index
+                                                                              // of its first word
     }
     if (!nonzeros_fit(packed, plan)) count = 0;
     const uint32_t of_warp = __reduce_add_sync(~0u, count);
     if (lane == 0) atomicAdd(&shared.of_half[half], of_warp);
-    // Long rows start anywhere: one of 600 nonzeros that starts at word 7 has 3 words before it in its first quad, and
-    // spans 151 quads.
+    // A long row may start anywhere in a quad: a row of 600 nonzeros that starts at word 7 has 3 words of another row
+    // before it in its first quad, and spans 151 quads.
     const uint32_t lead = start % 4, mine = count == 0 ? 0 : (lead + count + 3) / 4;
     const uint32_t sums = warp_scan(mine);
     before = sums - mine;
@@ -223,16 +229,16 @@ struct TilePlanner {
     __syncwarp();
   }
 
-  // Bit i is set if a row that is not empty starts with quad first + i.
+  // Returns 32 bits: bit i is set if quad first + i is the first quad of a row.
   __device__ __forceinline__ uint32_t starts_among(uint32_t first) const {
     return __reduce_or_sync(~0u, __funnelshift_lc(0u, 1u, before - first));
   }
 
-  // Calls use(word) with the nonzeros of the warp's rows.
+  // Calls use(word) for each nonzero of the warp's rows.
   template <class Use>
   __device__ __forceinline__ void for_each_nonzero(Use use) const {
     constexpr int kBatch = 2;   // loads in flight per lane
-    const Row* row = rows - 1;  // the last row that has started so far
+    const Row* row = rows - 1;  // the last row that started before the current quads
 #pragma unroll 1
     for (uint32_t first = 0; first < quads; first += 32 * kBatch) {
       uint4 words[kBatch];
@@ -262,12 +268,12 @@ struct TilePlanner {
     __syncthreads();
   }
 
-  // Numbers the neurons: slots go first to those that only the first half fires, then to those of both halves, then to
-  // those of the second half only. Once the size of the tile is known, the tile takes its piece of the lists.
+  // Numbers the neurons: slots go first to the neurons that fire only in the first half, then to those that fire in
+  // both halves, then to those that fire only in the second half. Also reserves the tile's part of the lists.
   __device__ __forceinline__ void number_slots() {
     const int words = column_tiles * 8, per_thread = (words + kPlanThreads - 1) / kPlanThreads;
     const int begin = threadIdx.x * per_thread, end = min(begin + per_thread, words);  // words of 32 neurons
-    uint2 mine = {0, 0};  // neurons: first half only | both halves << 16, second half only
+    uint2 mine = {0, 0};  // number of neurons: x: first half only | both halves << 16; y: second half only
     uint32_t first, second;
 #pragma unroll 1
     for (int w = begin; w < end; ++w) {
@@ -298,7 +304,7 @@ struct TilePlanner {
         slots[slot] = column;
       }
     }
-    if (threadIdx.x == kPlanThreads - 1) {  // the last thread, which usually has no neurons
+    if (threadIdx.x == kPlanThreads - 1) {  // the last thread, because it usually has no neurons
       shared.list =
           atomicAdd(reinterpret_cast<uint32_t*>(plan.totals + kListWords), shared.of_half[0] + shared.of_half[1]);
     }
@@ -308,7 +314,8 @@ struct TilePlanner {
       plan.tiles[tile] = make_int4(size, blocks, blocks_of(own + both), own == size ? blocks : own / kBlockColumns);
       ptx::add_release(plan.totals + kPlanTickets, 1);
     }
-    // The last block's empty slots name the last neuron. Empty slots have no nonzeros, so they add nothing to a result.
+    // The empty slots of the last block name the last neuron, whose weights are then read again. Empty slots have no
+    // nonzeros, so these weights are multiplied by zeros.
     if (warp == kPlanWarps - 1 && size % kBlockColumns != 0) {
       const uint16_t neuron = slots[size - 1];
 #pragma unroll 1
@@ -316,8 +323,8 @@ struct TilePlanner {
     }
   }
 
-  // Computes how many nonzeros each warp has in each block, and from that where each block, and each warp's part of it,
-  // starts.
+  // Counts how many nonzeros each warp has in each block, and computes from that where each block starts in the lists,
+  // and where each warp's nonzeros start within the block.
   __device__ __forceinline__ void start_blocks() const {
     uint32_t* counts = tables.counts + warp * tables.blocks;
     for_each_nonzero([&](uint32_t word) { atomicAdd(&counts[tables.slot_of[word & 0xffff] / kBlockColumns], 1u); });
@@ -349,8 +356,9 @@ struct TilePlanner {
     __syncwarp();
   }
 
-  // Puts the nonzeros into the lists, one word per lane. Lanes whose words belong to one block are peers, and take
-  // consecutive places. Lanes without a nonzero are peers too, with a block number one above the last.
+  // Writes the nonzeros to the lists, one word per lane. Lanes whose words belong to the same block are peers, and
+  // write to consecutive entries of the list. Lanes without a nonzero are also peers of one another: they get a block
+  // number above those of all blocks.
   __device__ __forceinline__ void place_nonzeros() const {
     uint32_t* next = tables.next + warp * (tables.blocks + 1);
     const Row* row_before = rows - 1;
@@ -359,7 +367,7 @@ struct TilePlanner {
       const uint32_t starts = starts_among(quad);
       uint32_t word[4], place[4];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {  // eight quads
+      for (int j = 0; j < 4; ++j) {  // a warp's 32 lanes read eight quads per j
         const Row of = row_before[__popc(starts << (24 - 8 * j) << (7 - lane / 4))];
         const uint32_t nth = 4 * quad + 32 * j + lane + of.offset;
         place[j] = of.place;
@@ -373,7 +381,7 @@ struct TilePlanner {
         const uint32_t block = word[j] != 0 ? slot / kBlockColumns : tables.blocks;
         const uint32_t peers = __match_any_sync(~0u, block), end = next[block] + __popc(peers & upto);
         __syncwarp();
-        if (peers <= upto) next[block] = end;  // the last of the peers
+        if (peers <= upto) next[block] = end;  // done by the last of the peers
         if (word[j] != 0) plan.lists[end - 1] = (word[j] & 0xffff0000) | (place[j] ^ slot % kBlockColumns);
         __syncwarp();
       }
@@ -386,8 +394,8 @@ __global__ void __launch_bounds__(kPlanThreads, 2048 / kPlanThreads)
     tile_plan_kernel(const Packed packed, int64_t m, int64_t n, const TilePlan plan) {
   using Planner = TilePlanner<kPlanThreads>;
   extern __shared__ uint32_t dynamic[];
-  // The variables are declared one by one rather than as a struct, so that the compiler knows that a store to one
-  // variable changes no other variable.
+  // The shared variables are declared one by one rather than in a struct. Then the compiler knows that a store to one
+  // of them does not change the others.
   __shared__ Row rows_of[Planner::kPlanWarps][Planner::kRows];
   __shared__ uint32_t warp_sums[Planner::kPlanWarps];
   __shared__ uint2 slots_of[Planner::kPlanWarps];
@@ -427,8 +435,9 @@ __global__ void __launch_bounds__(kPlanThreads, 2048 / kPlanThreads)
 }  // namespace
 
 cudaError_t tile_plan(const Packed& packed, int64_t m, int64_t n, const TilePlan& plan, cudaStream_t stream) {
-  // With up to about one tile per SM, the fullest tile decides the time, so it gets many threads. With more tiles, CTAs
-  // on one SM fill one another's gaps. The widest tables leave shared memory for fewer warps.
+  // If there is at most about one tile per SM, the fullest tile determines the time, so each tile gets 1,024 threads.
+  // With more tiles, 512 threads are enough, because several CTAs share an SM, and some compute while others wait. The
+  // tables of very wide layers leave shared memory for fewer warps only.
   const int64_t tiles = ceil_div(m, kTokenTile);
   const int column_tiles = static_cast<int>(ceil_div(n, kColumnTile));
   const auto bytes = [&](int threads) { return Tables::bytes(column_tiles, threads / 32); };

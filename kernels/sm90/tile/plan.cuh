@@ -43,7 +43,7 @@ __device__ __forceinline__ const uint32_t* starts_of(const TilePlan& plan, int t
   return plan.starts + (static_cast<int64_t>(tile) * 2 + half) * (column_tiles * 4 + 1);
 }
 
-// A tile, of tokens or of neurons, as seen by the two halves that multiply it.
+// A tile of tokens or of neurons, and which of its blocks each of its two halves needs.
 struct Tile {
   int index, size;  // size: number of slots
   int end, begin;   // the first half needs blocks [0, end), the second half needs blocks [begin, blocks())

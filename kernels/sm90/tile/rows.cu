@@ -1,12 +1,12 @@
 // pack_rows: copies each token's nonzeros out of the segments of the packed gate, so that they are contiguous. A warp
-// has one row, and each of its lanes one segment at a time; all lanes together read a wide segment.
+// copies one row. Each lane copies one segment at a time, except that all lanes together copy a wide segment.
 //
 // A long row (more than kRowCapacity nonzeros) is stored behind all other rows. The 512 words that every row has then
-// contain the first 511 nonzeros and, in the last word, the index in plan.rows where the whole row starts. Long rows
-// reserve their memory by adding to totals[kLongWords]. A row that does not fit is not written, and tile_plan, which
-// reads that sum, leaves the whole call to the overflow path.
+// contain the long row's first 511 nonzeros and, in the last word, the index in plan.rows where the whole row starts.
+// Long rows reserve their memory by adding to totals[kLongWords]. A long row for which no memory is left is not
+// written; then tile_plan finds that this total exceeds long_capacity, and leaves the whole call to the overflow path.
 //
-// Numerics: copies. The location of a long row may differ between runs; no result depends on it.
+// Numerics: values are only copied. The location of a long row may differ between runs; no result depends on it.
 #include "common/host.h"
 #include "common/twell.cuh"
 
@@ -14,15 +14,15 @@ namespace sparsellm {
 namespace {
 
 constexpr int kRowsThreads = 256;
-constexpr int kRowsCtas = 6;  // minimum per SM: a warp waits for one load after another, so many warps are needed
+constexpr int kRowsCtas = 6;  // minimum per SM: a warp waits for most of its loads, so many warps are needed
 
-// Eight words of a segment, 32 bytes: the unit in which memory is read.
+// Eight words of a segment: 32 bytes, one memory sector.
 struct Sector {
   uint4 low, high;
 };
 
-// Sector `index` of the row's segment of column tile `tile`. Beyond the last column tile everything is zero, including
-// the count.
+// Loads sector `index` of the row's segment in column tile `tile`. Beyond the last column tile, it returns zeros, so
+// that the count (word 0) is zero too.
 __device__ __forceinline__ Sector load_sector(const Packed& packed, int64_t token, int column_tiles, int tile,
                                               uint32_t index) {
   Sector sector = {};
@@ -35,8 +35,8 @@ __device__ __forceinline__ Sector load_sector(const Packed& packed, int64_t toke
   return sector;
 }
 
-// Calls put(i, word) with the row's i-th nonzero, columns ascending, for all i; by all lanes of a warp. sector: the
-// first sector of column tile `lane`.
+// Calls put(i, word) for each i with the row's i-th nonzero, columns ascending. Called by all lanes of a warp. sector:
+// the first sector of the row's segment in column tile `lane`.
 template <class Put>
 __device__ __forceinline__ void for_each_of_row(const Packed& packed, int64_t token, int64_t n, int column_tiles,
                                                 uint32_t lane, Sector sector, Put put) {
@@ -62,7 +62,7 @@ __device__ __forceinline__ void for_each_of_row(const Packed& packed, int64_t to
       }
     }
     __syncwarp();
-    // All lanes read one wide segment after the other, with two in flight.
+    // All lanes together read the wide segments, one after another, with the loads of two in flight.
     for (uint32_t wide = __ballot_sync(~0u, !fits); wide != 0;) {
       constexpr int kLoads = 2;
       uint4 eight[kLoads];
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kRowsThreads, kRowsCtas)
   ptx::griddepcontrol_wait();
   if (token >= m) return;
   const uint32_t count = packed.row_counts[token];
-  const Sector sector = load_sector(packed, token, column_tiles, lane, 0);  // loaded before `count` has arrived
+  const Sector sector = load_sector(packed, token, column_tiles, lane, 0);  // loaded without waiting for `count`
   uint32_t* own = plan.rows + token * kRowCapacity;
   if (count <= kRowCapacity) {
     uint32_t* row = reinterpret_cast<uint32_t*>(staged[warp]);

@@ -1,32 +1,34 @@
-// tile_up, tile_gradient: products a w^T at the nonzeros of the tile plan's lists (sampled dense-dense products,
-// SDDMM), and what follows from each product. Forward: u = x w_up^T and h = g u. Backward: dh = dy w_down_t^T, then du
-// and dz.
+// tile_up and tile_gradient: matrix products a w^T that are needed only at the nonzeros of the tile plan's lists
+// (sampled dense-dense matrix products, SDDMM), and the values that follow from each product. Forward: u = x w_up^T,
+// then h = g u. Backward: dh = dy w_down_t^T, then du and dz.
 //
 // The unit of work is an item (tile/plan.cuh): one token tile of 128 tokens, times up to four blocks of 64 of its
-// slots. An item's product is dense; of its 128 x 256 values, only those that the tile's list names are used. Roles:
+// slots. An item is multiplied densely, but of its 128 x 256 products, only those at the tile's nonzeros are used.
+// Roles:
 //
 //   produce       warps 0-3: copy the rows of `a` (tokens) and of `w` (the neurons in the slots) to the stages
-//   Consumer      warps 4-11: warpgroup h multiplies the blocks that half h, 64 of the tokens, needs, and writes the
-//                 product to shared memory as bf16. It also looks up the rows of the next item for the producer.
-//   ItemEpilogue  of each consumer thread: every 128th nonzero of its half, which it reads from the product
+//   Consumer      warps 4-11: warpgroup h multiplies the blocks that half h of the tokens needs, and writes the
+//                 products to shared memory as bf16. It also looks up the rows of the next item for the producer.
+//   ItemEpilogue  every consumer thread: processes every 128th nonzero of its half, whose product it reads from shared
+//                 memory
 //   drawing thread  the first consumer thread: from the third round on, it draws the items from a counter
 //
 // Arrays that should stay in registers are locals of a function and are passed by reference; no role has one as a
-// member. An array next to scalars in a struct keeps all of them in local memory until the loops over the array are
-// unrolled, and the compiler does not redo the simplifications that come before unrolling: the producer's loop was then
-// ordered differently.
+// member. If a struct had an array next to scalars, all members would stay in local memory until the loops over the
+// array are unrolled, which is too late for the compiler's earlier simplifications: the producer's loop was then
+// scheduled differently.
 //
-// Numerics: a product is accumulated in float32 over K and rounded to bf16 once; h = g u is rounded to bf16 once;
-// dh + dl1 sign(h) is in float32, and multiplied by g or u it is rounded to bf16 once. l1 is summed in float32 in a
-// fixed order. The results are deterministic: which CTA computes an item changes no bit.
+// Numerics: a product is accumulated in float32 over K and rounded to bf16 once; h = g u is rounded to bf16 once; dh +
+// dl1 sign(h) is computed in float32, multiplied by g or u, and rounded to bf16 once. l1 is summed in float32 in a
+// fixed order. The results are deterministic: no bit depends on which CTA computes an item.
 #include "common/host.h"
 #include "tile/plan.cuh"
 
 namespace sparsellm {
 namespace {
 
-// The rows of an item are its 128 tokens and then its up to 256 neurons. A gather warp copies them in groups of 32: one
-// group takes eight instructions, each of which copies 128 bytes of each of four rows.
+// The rows of an item are its 128 tokens, followed by its up to 256 neurons. A gather warp copies them in groups of 32:
+// for one stage, a group takes eight instructions, each of which copies 128 bytes of each of four rows.
 constexpr int kGroup = 32;
 constexpr int kTokenGroups = kTileM / kGroup;
 constexpr int kNeuronGroups = kTileN / kGroup / kGatherWarps;  // per warp, at most
@@ -34,19 +36,19 @@ static_assert(kTokenGroups == kGatherWarps, "each gather warp copies 32 tokens")
 constexpr int kRows = kTileM + kTileN;
 constexpr int kWarpRows = kRows / kConsumerWarps;  // 48: the rows that a consumer warp looks up
 constexpr int kUpStages = 4;
-// Shared memory holds two blocks of a half's product. A product of four blocks is stored and read in two steps.
+// Shared memory holds a half's products of two blocks. For four blocks, the products are stored and read in two steps.
 constexpr int kPanels = 2;
 
 constexpr uint16_t kOne = 0x3f80;  // 1.0 in bf16
 
 constexpr int kDrawingThread = 32 * kGatherWarps;  // the first thread of the consumers
 
-// Named barriers (bar.sync) of the 128 threads of a half. __syncthreads uses 0.
+// Named barriers (bar.sync) among the 128 consumer threads of a half; barrier 0 is __syncthreads.
 enum HalfBarrier { kFirstHalfBarrier = 1, kSecondHalfBarrier = 2 };
 __device__ __forceinline__ void sync_half(int half) { ptx::bar_sync(kFirstHalfBarrier + half, 128); }
 
-// What the kernel computes. kUp is forward, kGradient backward. kL1 is forward of a non-gated layer: h is g, so nothing
-// is multiplied, and only l1 is computed.
+// What the kernel computes. kUp: the forward pass of a gated layer. kGradient: the backward pass. kL1: the forward pass
+// of a non-gated layer, in which h is g, so nothing is multiplied, and only l1 is computed.
 enum Epilogue { kL1 = 0, kUp = 1, kGradient = 2 };
 
 struct Outputs {
@@ -54,20 +56,20 @@ struct Outputs {
   uint16_t* ups;
   float* l1_partials;
   float* l1;
-  int32_t* tickets;  // [2] how many CTAs are done, how many items are drawn
+  int32_t* tickets;  // [2] CTAs that are done, items that have been drawn
   Gradient gradient;
 };
 static_assert(kNextItem == kUpTickets + 1, "tile_up's two tickets must be adjacent in the totals");
 
-// Arrays of two alternate between rounds, [round % 2].
+// Arrays of two are double buffers, indexed by round % 2.
 struct Shared {
   // The rows of an item. The producer reads those of one round while the consumers write those of the next. Within a
-  // group of 32, row r is at [r % 4][r / 4]: a producer thread copies rows r, r + 4, r + 8, ..., and their entries are
-  // contiguous.
+  // group of 32, row r is at [r % 4][r / 4]: a producer thread copies rows r, r + 4, r + 8, ..., and so reads
+  // contiguous entries.
   alignas(16) uint32_t tokens[2][kTileM];
   alignas(16) uint16_t neurons[2][kTileN];
-  int4 items[2];           // the item of a round; after the round's last stage, the item two rounds later
-  uint64_t drawn[2];       // barrier: items[] holds the item two rounds later
+  int4 items[2];           // the item of the round; once the round's last stage is full, the item two rounds later
+  uint64_t drawn[2];       // barrier: items[] holds the item of two rounds later
   uint64_t rows_ready[2];  // barrier: tokens[] and neurons[] are filled
   uint64_t full[kUpStages];
   uint64_t empty[kUpStages];
@@ -78,8 +80,8 @@ struct Shared {
 constexpr uint32_t kSharedBytes = kUpStages * kStageBytes + 2 * kPanels * kHalfBytes + sizeof(Shared);
 static_assert(kSharedBytes <= kMaxSharedBytes, "stages, products and row lists must fit in one CTA's shared memory");
 
-// A CTA's shared memory: the stages, the products of both halves, then struct Shared. The integers are addresses in
-// shared memory.
+// A CTA's shared memory: the stages, the products of both halves, then struct Shared. The integers are shared
+// addresses.
 struct Memory {
   Shared& shared;
   uint32_t stages;    // [kUpStages] of kStageBytes
@@ -97,7 +99,7 @@ struct Memory {
 
   // Called by one thread.
   __device__ __forceinline__ void init_barriers() const {
-    if (stages % 1024 != 0) __trap();  // the 128-byte swizzle assumes multiples of 1,024
+    if (stages % 1024 != 0) __trap();  // the 128-byte swizzle needs operand tiles at multiples of 1,024 bytes
     for (int s = 0; s < kUpStages; ++s) {
       ptx::mbarrier_init(full + 8 * s, 32 * kGatherWarps);
       ptx::mbarrier_init(empty + 8 * s, kConsumerWarps);
@@ -110,12 +112,12 @@ struct Memory {
   }
 };
 
-// The problem, shared by all roles.
+// What all roles need to know about the product.
 struct Problem {
   const TilePlan& plan;
   const Outputs& out;
   int64_t m, k;
-  int column_tiles;  // of the N neurons: it determines where a tile's slots and starts are
+  int column_tiles;  // column tiles of N, which determine the sizes of `slots` and `starts` per tile
   int k_blocks;      // stages of a product
   int items;
 
@@ -124,8 +126,8 @@ struct Problem {
   }
 };
 
-// The rows of a group that a lane of the producer copies, 16 of the 128 bytes of a stage each: rows lane / 8,
-// lane / 8 + 4, ...
+// The rows of a group that one lane of the producer copies: rows lane / 8, lane / 8 + 4, ... For each stage, the lane
+// copies 16 of a row's 128 bytes.
 using LaneRows = const uint8_t* [8];
 
 __device__ __forceinline__ void point_to(LaneRows& rows, const void* matrix, int64_t pitch, uint32_t chunk,
@@ -134,8 +136,8 @@ __device__ __forceinline__ void point_to(LaneRows& rows, const void* matrix, int
   for (int i = 0; i < 8; ++i) rows[i] = static_cast<const uint8_t*>(matrix) + row[i] * pitch + chunk * 16;
 }
 
-// Points to the rows that the consumers have listed for a round: rows[0] are tokens, rows[1] and rows[2] neurons. `own`
-// is the position of this lane's rows in a group's list.
+// Computes the addresses of the rows that the consumers have listed for a round: rows[0] are tokens, rows[1] and
+// rows[2] neurons. `own` is the index of this lane's first row in the list.
 __device__ __forceinline__ void look_up_rows(LaneRows (&rows)[1 + kNeuronGroups], const Shared& shared, int round,
                                              int own, const void* a, const void* w, int64_t pitch, uint32_t chunk) {
   const uint4 four = *reinterpret_cast<const uint4*>(shared.tokens[round & 1] + own);
@@ -150,15 +152,16 @@ __device__ __forceinline__ void look_up_rows(LaneRows (&rows)[1 + kNeuronGroups]
   }
 }
 
-// Copies this lane's rows of a group to the stage's group at `to`; zeros if `bytes` is 0, beyond the end of K. Under
-// the swizzle, eight rows take 1,024 bytes: rows lane / 8 are at place[0], rows lane / 8 + 4 at place[1].
+// Copies this lane's rows of a group to the stage, where the group begins at `to`. If `bytes` is 0, because the columns
+// are beyond K, it writes zeros. Eight rows take 1,024 bytes, with the same swizzle for each eight rows: within them,
+// place[0] is the offset for row lane / 8, and place[1] for row lane / 8 + 4.
 __device__ __forceinline__ void copy_group(uint32_t to, const LaneRows& rows, const uint32_t (&place)[2],
                                            uint32_t bytes) {
 #pragma unroll
   for (int i = 0; i < 8; ++i) ptx::cp_async_16_or_zeros(to + i / 2 * 1024 + place[i % 2], rows[i], bytes);
 }
 
-// The producer: gather warp `warp` copies group `warp` of the tokens, and groups `warp` and `warp` + 4 of the neurons.
+// The role of gather warp `warp`: copies group `warp` of the tokens, and groups `warp` and `warp` + 4 of the neurons.
 __device__ __forceinline__ void produce(const Memory& memory, const Problem& problem, const __nv_bfloat16* a,
                                         const __nv_bfloat16* w, int warp, uint32_t lane) {
   const uint32_t chunk = lane % 8;
@@ -170,9 +173,9 @@ __device__ __forceinline__ void produce(const Memory& memory, const Problem& pro
     const Item item = item_of(memory.shared.items[round & 1]);
     if (!item.exists()) break;
     int unused;
-    // A half that needs none of the item's blocks gets no tokens.
+    // If a half needs none of the item's blocks, its tokens are not copied.
     const bool tokens = item.tile.needed(warp * kGroup / kHalf, item.first, item.last, unused) != 0;
-    const int neuron_groups = (item.slots + kGroup - 1) / kGroup - warp;  // from this warp's first group on
+    const int neuron_groups = (item.slots + kGroup - 1) / kGroup - warp;  // groups from this warp's first one on
     LaneRows rows[1 + kNeuronGroups];
     const int own = warp * kGroup + static_cast<int>(lane) / 8 * 8;
     look_up_rows(rows, memory.shared, round, own, a, w, pitch, chunk);
@@ -189,9 +192,9 @@ __device__ __forceinline__ void produce(const Memory& memory, const Problem& pro
       }
       ptx::cp_async_mbarrier_arrive(memory.full + 8 * ring.stage);
       ring.advance();
-      // A copy reads its address register some time after it is issued, and an instruction that writes that register
-      // waits until then. So the pointers advance together, after the last copy: advancing one before each copy would
-      // wait each time.
+      // A copy reads its address register some time after it is issued, and an instruction that overwrites the register
+      // waits until then. So all pointers advance after the last copy: if each advanced before its copy, each would
+      // wait.
 #pragma unroll
       for (int g = 0; g < 1 + kNeuronGroups; ++g) {
 #pragma unroll
@@ -203,23 +206,24 @@ __device__ __forceinline__ void produce(const Memory& memory, const Problem& pro
 
 __device__ __forceinline__ float rounded(float value) { return __bfloat162float(__float2bfloat16_rn(value)); }
 
-// Where the nonzeros of a half's blocks of an item start in the lists, and where those of the last block end: the
-// nonzeros of block b are lists[bounds[b]] .. lists[bounds[b + 1] - 1]. Blocks that the half does not need have none.
+// Where a half's nonzeros of each block of an item start in the lists. The last entry is where those of the last block
+// end: the nonzeros of block b are lists[bounds[b]] .. lists[bounds[b + 1] - 1]. A block that the half does not need
+// has an empty range.
 using Bounds = uint32_t[kItemBlocks + 1];
 
-// A consumer thread's nonzeros of an item: `first`, first + 128, ... of the nonzeros of its half. The thread loads its
-// first kWords nonzeros before the product is available, and the rest when it reads the product.
+// One consumer thread's nonzeros of an item: `first`, first + 128, ... among the nonzeros of its half. The thread loads
+// its first kWords nonzeros before the product is available, and the others when it reads the product.
 template <Epilogue kEpilogue>
 struct ItemEpilogue {
   static constexpr int kWords = kEpilogue == kGradient ? 5 : 6;
-  // What the gradient needs to know about a nonzero in addition to its word.
+  // What the gradient needs for each nonzero, in addition to the nonzero's word.
   struct Known {
-    uint32_t by_neuron;  // its index in the lists by neuron,
-    uint16_t place, u;   // its place there, and u (non-gated: 1)
+    uint32_t by_neuron;  // index in the lists by neuron
+    uint16_t place, u;   // place in the operand tile by neuron; u, or 1 if the layer is non-gated
   };
   const TilePlan& plan;
   const Outputs& out;
-  const uint32_t product;  // shared address of this half's product
+  const uint32_t product;  // shared address of this half's products
   const Bounds& bounds;
   const uint32_t first, end;
   uint32_t (&words)[kWords];
@@ -246,7 +250,7 @@ struct ItemEpilogue {
     return {to.at[at], to.places[at], to.ups == nullptr ? kOne : static_cast<const uint16_t*>(to.ups)[at]};
   }
 
-  // Called while the last stage is multiplied; the words were requested before the first stage.
+  // Called while the last stage is multiplied. The loads of the words were issued before the first stage.
   __device__ __forceinline__ void load_known() {
     if constexpr (kEpilogue == kGradient) {
 #pragma unroll
@@ -270,7 +274,7 @@ struct ItemEpilogue {
     }
   }
 
-  // Processes the nonzero `word`, which is at index `at` of the lists.
+  // Processes the nonzero `word`, which has index `at` in the lists.
   __device__ __forceinline__ void finish(uint32_t word, uint32_t at, const Known& known) {
     const float g = __uint_as_float(word & 0xffff0000);  // non-gated: h
     if constexpr (kEpilogue == kL1) {
@@ -311,9 +315,9 @@ struct ItemEpilogue {
   }
 };
 
-// Consumer warp `warp` of eight. The first two items of a CTA are dealt to it by a fixed rule (without a product, all
-// items are). Later items are drawn, so that a CTA that finishes earlier, for example because its SM is nearer to L2,
-// takes more items.
+// Consumer warp `warp` of eight. The first two items of a CTA are dealt by a fixed rule, and all later items are drawn,
+// so that a CTA that finishes earlier, for example because its SM is nearer to L2, takes more items. If nothing is
+// multiplied (kL1), all items are dealt.
 template <Epilogue kEpilogue>
 struct Consumer {
   using ThisEpilogue = ItemEpilogue<kEpilogue>;
@@ -322,11 +326,11 @@ struct Consumer {
   const Problem& problem;
   int warp, half;
   uint32_t lane;
-  uint32_t product;  // shared address of this half's product
+  uint32_t product;  // shared address of this half's products
   bool draws;        // this is the drawing thread
   RingOf<kUpStages> ring;
-  uint32_t (&rows)[2];  // this lane's part of the rows of the next item: 32 lanes share 48 rows
-  int4 code, next;      // of the current item, then of the next one, and of the one after it
+  uint32_t (&rows)[2];  // the entries of the next item's row list that this lane looks up: a warp has 48 rows
+  int4 code, next;      // `code`: the current item, then the next one; `next`: the item after `code`
   Bounds& next_bounds;
   int ticket = 0;  // the drawing thread's ticket
 
@@ -382,8 +386,9 @@ struct Consumer {
     }
   }
 
-  // The rows of the next item are requested before the current item is multiplied, and handed over afterwards. Row 0
-  // stands in for a token that does not exist, because no list names that token's product.
+  // Loads this lane's rows of the next item. The loads are issued before the current item is multiplied, and
+  // hand_over_rows writes the rows to shared memory afterwards. For a token that does not exist, row 0 is copied: no
+  // list refers to the products of such a token.
   __device__ __forceinline__ void ask_for_rows(const Item& item) {
     if (!item.exists()) return;
     const TilePlan& plan = problem.plan;
@@ -421,7 +426,7 @@ struct Consumer {
     if (lane == 0) ptx::mbarrier_arrive(memory.rows_ready + 8 * (round & 1));
   }
 
-  // The location of this half's nonzeros of an item: contiguous, block by block.
+  // Loads where this half's nonzeros of an item are in the lists: they are contiguous, block by block.
   __device__ __forceinline__ void ask_for_bounds(const Item& item) {
     int from;
     const int blocks = item.tile.needed(half, item.first, item.last, from);
@@ -430,15 +435,15 @@ struct Consumer {
     for (int b = 0; b <= kItemBlocks; ++b) next_bounds[b] = blocks == 0 ? 0 : starts[min(b, blocks)];
   }
 
-  // Publishes the item that was drawn two rounds ahead, by overwriting this round's item. Every reader has read this
-  // round's item before this warpgroup gets the round's last stage.
+  // Publishes the item that was drawn for two rounds later, by overwriting this round's item. Overwriting is safe,
+  // because every reader has read this round's item before this warpgroup gets the round's last stage.
   __device__ __forceinline__ void publish_draw(int round) {
     if (!draws) return;
     memory.shared.items[round & 1] = problem.item_at(2 * static_cast<int>(gridDim.x) + ticket);
     ptx::mbarrier_arrive(memory.drawn + 8 * (round & 1));
   }
 
-  // Requests the rows of the item two rounds ahead, and the bounds of the next one.
+  // Loads the rows of the item two rounds later, and the bounds of the next item.
   __device__ __forceinline__ void look_ahead(int round) {
     if constexpr (kMultiplies) {
       ptx::mbarrier_wait(memory.drawn + 8 * (round & 1), round >> 1 & 1);
@@ -454,15 +459,16 @@ struct Consumer {
     if (lane == 0) ptx::mbarrier_arrive(memory.empty + 8 * stage);
   }
 
-  // Skips an item of which this half needs no block.
+  // Skips an item of which this half needs no blocks.
   __device__ __forceinline__ void skip(int round) {
     pass_by(ring, problem.k_blocks, memory.full, [&](uint32_t stage) { release(stage); });
     publish_draw(round);
     look_ahead(round);
   }
 
-  // Multiplies `kBlocks` blocks from b_offset on in a stage's B. Up to kPanels blocks at a time go to shared memory,
-  // one operand tile for each; between two barriers of the half's threads, the epilogue reads its nonzeros there.
+  // Multiplies kBlocks blocks, which begin at b_offset in a stage's B. The products of up to kPanels blocks at a time
+  // go to shared memory, one operand tile per block. Between two barriers of the half's threads, the epilogue reads the
+  // products at its nonzeros.
   template <int kBlocks>
   __device__ __forceinline__ void multiply_blocks(uint32_t b_offset, int round, ThisEpilogue& epilogue) {
     uint32_t pairs[16 * kBlocks];
@@ -482,14 +488,14 @@ struct Consumer {
 #pragma unroll
     for (int first = 0; first < kBlocks; first += kPanels) {
 #pragma unroll
-      for (int j = 4 * first; j < 4 * (first + kPanels) && j < 4 * kBlocks; ++j) {  // 16 slots
+      for (int j = 4 * first; j < 4 * (first + kPanels) && j < 4 * kBlocks; ++j) {  // each j stores 16 slots
         ptx::stmatrix_x4(product + j / 4 % kPanels * kHalfBytes + swizzle_128(row, j % 4 * 2 + chunk), pairs[4 * j],
                          pairs[4 * j + 1], pairs[4 * j + 2], pairs[4 * j + 3]);
       }
-      sync_half(half);  // all of the half's product has been written
+      sync_half(half);  // the half's threads have written all products
       if (first == 0) look_ahead(round);
       epilogue.pick(first, first + kPanels);
-      sync_half(half);  // all of the half's product has been read
+      sync_half(half);  // the half's threads have read all products
     }
   }
 
@@ -513,7 +519,7 @@ __device__ __forceinline__ bool is_last_cta(Shared& shared, int32_t* tickets) {
 }
 
 // Adds up l1 from the partial sums of all CTAs, always in the same order: thread t sums token tiles t, t + 384, ...;
-// then the threads of a warp are added, then the warps.
+// then the sums of a warp's threads are added, then those of the warps.
 __device__ __forceinline__ void sum_l1(Shared& shared, const Problem& problem, int warp, uint32_t lane) {
   __threadfence();
   float sum = 0.0f;

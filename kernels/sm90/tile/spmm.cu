@@ -1,19 +1,20 @@
-// tile_spmm: y[row] = sum over slots of h[row, slot] w[slots[slot]], each tile of 128 rows over its own slots. With two
-// lists and two weights, y is the sum of two such products over the same slots. Forward: y = h W_d. Backward: dx = dz
-// W_g + du W_u.
+// tile_spmm: y[row] = sum of h[row, s] w[slots[s]] over slots s, where each tile of 128 rows has its own slots. With
+// two lists and two weights, y is the sum of two such products over the same slots. Forward: y = h W_d. Backward: dx =
+// dz W_g + du W_u.
 //
-// A unit is one token tile times 256 columns of y, over all blocks of the tile; fuller tiles come first, and all
-// columns of a tile come together. A stage has, for each block, 64 rows of w and the block's pieces of the list. Roles:
+// A unit of work is one token tile times 256 columns of y, over all blocks of the tile. Fuller tiles come first, and
+// all units of a tile come one after another. A stage holds, for one block, 64 rows of w and the block's nonzeros of
+// both halves (two pieces of the list). Roles:
 //
 //   Producer  warps 0-3: copy the rows of w (an MN-major operand), and the pieces of the list of both halves
 //   Consumer  warps 4-11: a warpgroup multiplies the blocks that its half, 64 rows of y, needs. While one block is
-//             multiplied, it scatters the next block's h from the list into a zeroed operand tile.
+//             multiplied, the warpgroup scatters the next block's h from the list into a zeroed operand tile.
 //
-// A consumer stores its y before it skips the blocks that it does not need, so that the other consumer multiplies
-// meanwhile.
+// A consumer stores its y before it skips the remaining blocks, which only the other half needs, so that the other
+// consumer multiplies these blocks during the stores.
 //
-// Numerics: float32 over a tile's slots, block by block in that order, the first list before the second; rounded to
-// bf16 once. Deterministic.
+// Numerics: y is accumulated in float32 over a tile's slots, block by block in ascending order, for each block the
+// first list before the second, and rounded to bf16 once. Deterministic.
 #include "common/host.h"
 #include "tile/gather.cuh"
 #include "tile/plan.cuh"
@@ -21,19 +22,19 @@
 namespace sparsellm {
 namespace {
 
-constexpr int kBuffers = 3;            // operand tiles of h per half
-constexpr uint32_t kPieceWords = 448;  // words of a half's piece of the list that a stage can hold
+constexpr int kBuffers = 3;            // operand tiles of h per half, used in rotation
+constexpr uint32_t kPieceWords = 448;  // words of one half's piece of the list that a stage can hold
 constexpr uint32_t kPieceBytes = kPieceWords * 4;
-constexpr uint32_t kPieceLoads = (kPieceWords + 255) / 256;  // loads of a piece per thread of the half, two words each
+constexpr uint32_t kPieceLoads = (kPieceWords + 255) / 256;  // two-word loads per thread to read a piece
 constexpr int kSpmmStages = 5;
 constexpr uint32_t kSpmmStageBytes = kBBytes + 2 * kPieceBytes;
 
-// The named barrier (bar.sync) of consumer c's 128 threads is kConsumerBarrier + c. __syncthreads uses 0.
+// Named barriers (bar.sync): kConsumerBarrier + c is that of consumer c's 128 threads; barrier 0 is __syncthreads.
 enum NamedBarrier { kConsumerBarrier = 1 };
 
 struct Shared {
-  // [consumer] where its piece of the list begins and ends. 16-byte copies start at multiples of four words, so a stage
-  // holds the list from the last multiple of four at or before the beginning: of a piece [10, 30), words 8, 9, 10, ...
+  // [consumer] begin and end of the consumer's piece of the list. 16-byte copies start at multiples of four words, so
+  // the copy in a stage starts at the last multiple of four at or before `begin`: for piece [10, 30), at word 8.
   uint2 pieces[kSpmmStages][2];
   uint64_t full[kSpmmStages];
   uint64_t empty[kSpmmStages];
@@ -42,8 +43,8 @@ struct Shared {
 constexpr uint32_t kSharedBytes = 2 * kBuffers * kHalfBytes + kSpmmStages * kSpmmStageBytes + sizeof(Shared);
 static_assert(kSharedBytes <= kMaxSharedBytes, "h, B, pieces and barriers must fit in one CTA's shared memory");
 
-// A CTA's shared memory: the operand tiles of h, the stages' B, the stages' pieces of the list, Shared. All except
-// `shared` are shared addresses.
+// A CTA's shared memory: the operand tiles of h, B of the stages, the stages' pieces of the list, then struct Shared.
+// The integers are shared addresses.
 struct Memory {
   Shared& shared;
   uint32_t hidden;  // [half][kBuffers]
@@ -61,7 +62,7 @@ struct Memory {
 
   // Called by one thread.
   __device__ __forceinline__ void init_barriers() const {
-    if (hidden % 1024 != 0) __trap();  // the 128-byte swizzle assumes multiples of 1,024
+    if (hidden % 1024 != 0) __trap();  // the 128-byte swizzle needs operand tiles at multiples of 1,024 bytes
     for (int s = 0; s < kSpmmStages; ++s) {
       ptx::mbarrier_init(full + 8 * s, 32 * kGatherWarps + 2);
       ptx::mbarrier_init(empty + 8 * s, kConsumerWarps);
@@ -70,10 +71,10 @@ struct Memory {
   }
 };
 
-// The units of a CTA, which are dealt round by round over all CTAs.
+// The units of one CTA: in each round, units are dealt to all CTAs.
 struct Rounds {
   const Spmm& a;
-  int column_tiles;  // of y
+  int column_tiles;  // column tiles of y
   int units;
 
   __device__ __forceinline__ explicit Rounds(const Spmm& a)
@@ -83,21 +84,21 @@ struct Rounds {
 
   __device__ __forceinline__ int unit_in(int round) const { return deal(round, blockIdx.x, gridDim.x); }
 
-  // The code of a round's tile, or of the first tile for a round that does not exist. The code is requested a round
-  // ahead, so that it arrives in time.
+  // The code of the tile of a round's unit; if the round has no unit, the code of the first tile. The load is issued
+  // one round ahead, so that the code has arrived when it is needed.
   __device__ __forceinline__ int4 code_in(int round) const {
     const int unit = unit_in(round);
     return a.order[unit < units ? unit / column_tiles : 0];
   }
 };
 
-// Copies a stage for each block and list. Two of the four warps copy each consumer's pieces of the list, 128 words at a
-// time in turn.
+// The role of the producer warps: fill one stage for each block and list. Two of the four warps copy the pieces of the
+// list for each consumer, in turns of 128 words.
 template <int kSources>
 struct Producer {
-  // This thread's slots of two blocks, and where its consumer's pieces of the list are. Slots and bounds are requested
-  // while the previous two blocks are copied, so that they arrive in time. A tile's slots and starts are allocated for
-  // an even number of blocks.
+  // This thread's slots of two blocks, and where its consumer's pieces of the list start. These loads are issued while
+  // the previous two blocks are copied, so that they have arrived in time. They may read one block beyond the last:
+  // slots and starts have memory for an even number of blocks.
   struct Known {
     uint2 slots[2];
     uint32_t starts[3];
@@ -142,7 +143,7 @@ struct Producer {
         for (int i = 0; i < 2 * kSources; ++i) {
           const int which = i / kSources, source = i % kSources;
           if (block + which == blocks) break;
-          const bool any = (block + which) * kTileK + gather.first_row < of.size;  // this thread has a slot that exists
+          const bool any = (block + which) * kTileK + gather.first_row < of.size;  // this thread's first slot exists
           copy_block(source, known.slots[which], known.starts[which], known.starts[which + 1], any, column);
         }
       }
@@ -160,8 +161,8 @@ struct Producer {
     for (int i = 0; i < 3; ++i) next.starts[i] = starts[i];
   }
 
-  // Copies the rows of `four` slots, zeros for slots that do not exist; and as much of the list's piece [begin, end) as
-  // the stage can hold.
+  // Copies the rows of `four` slots (zeros if `any` is false), and as much of the list's piece [begin, end) as the
+  // stage can hold.
   __device__ __forceinline__ void copy_block(int source, uint2 four, uint32_t begin, uint32_t end, bool any,
                                              int64_t column) {
     const uint32_t slots[kThreadRows] = {four.x & 0xffff, four.x >> 16, four.y & 0xffff, four.y >> 16};
@@ -182,11 +183,12 @@ struct Producer {
   }
 };
 
-// Multiplies what one half of the tiles needs.
+// The role of a consumer warpgroup: multiplies the blocks that one half of each tile needs.
 template <int kSources>
 struct Consumer {
   using Accumulators = float[128];
-  // This consumer's piece of the list in a stage, as far as it fits in the stage: pairs of words, 256 words apart.
+  // The part of this consumer's piece of the list that fits in the stage: this thread's pairs of words, 256 words
+  // apart.
   struct Piece {
     uint2 bounds;
     uint2 words[kPieceLoads];
@@ -197,13 +199,13 @@ struct Consumer {
   uint32_t lane;
   int consumer;     // the half of a tile that this consumer multiplies
   uint32_t thread;  // index within the warpgroup
-  uint32_t own;     // this half's operand tiles
+  uint32_t own;     // first of this half's operand tiles
   uint32_t piece_bounds;
-  uint32_t (&piece_words)[kPieceLoads];  // where this thread's words are in the first stage
-  uint64_t first_h, first_b;             // descriptors of the first operand tile, of the first stage's B
+  uint32_t (&piece_words)[kPieceLoads];  // addresses of this thread's words in the first stage
+  uint64_t first_h, first_b;             // descriptors of this half's first operand tile, and of B of the first stage
   RingOf<kSpmmStages> ring;
-  uint32_t which = 0;  // the current operand tile
-  int passing = 0;     // stages that this consumer does not need, after those that it needed
+  uint32_t which = 0;  // index of the current operand tile
+  int passing = 0;     // stages that this consumer must still skip, after the last block that it needs
 
   __device__ __forceinline__ Consumer(const Memory& memory, const Spmm& a, int warp, uint32_t lane,
                                       uint32_t (&piece_words)[kPieceLoads])
@@ -245,7 +247,7 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < 128; ++i) d[i] = 0.0f;
       }
-      passing = kSources * (blocks - from - needed);  // once y is stored
+      passing = kSources * (blocks - from - needed);  // these stages are skipped after y has been stored
       store(rows, unit % rounds.column_tiles, d);
     }
     pass(passing);
@@ -259,8 +261,8 @@ struct Consumer {
     pass_by(ring, count, memory.full, [&](uint32_t stage) { release(stage); });
   }
 
-  // The rows of y that this lane has, by WGMMA's accumulator layout: lane / 4 and lane / 4 + 8 of the warp's 16; -1 if
-  // a row does not exist.
+  // The rows of y that this lane has: by WGMMA's accumulator layout, rows lane / 4 and lane / 4 + 8 of the warp's 16.
+  // The entry is -1 if the row does not exist.
   __device__ __forceinline__ void look_up(const Tile& of, int (&rows)[2]) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -270,12 +272,14 @@ struct Consumer {
     }
   }
 
-  // Products of `needed` blocks, at most two in flight: while one runs, the next one's h is read and scattered.
+  // Multiplies `needed` blocks with at most two products in flight: while one runs, the next block's h is read and
+  // scattered.
   __device__ __forceinline__ void multiply_tile(int needed, Accumulators& d) {
     Piece piece;
     read(piece);
     multiply_block(d, piece, true, 0);
-    uint32_t last = ring.stage, last_but_one = last, before = which;  // products that may still run
+    uint32_t last = ring.stage, last_but_one = last, before = which;  // stages and operand tile of products that may
+                                                                      // still run
     for (int done = 1; done < kSources * needed; ++done) {
       ring.advance();
       read(piece);
@@ -303,7 +307,7 @@ struct Consumer {
     ptx::mbarrier_wait(memory.full + 8 * ring.stage, ring.phase);
     piece.bounds = ptx::ld_shared_v2(piece_bounds + ring.stage * kBoundsBytes);
 #pragma unroll
-    for (uint32_t i = 0; i < kPieceLoads; ++i) {  // as many as there can be, so as not to wait for the bounds
+    for (uint32_t i = 0; i < kPieceLoads; ++i) {  // loads as many words as fit, so as not to wait for the bounds
       piece.words[i] = ptx::ld_shared_v2(piece_words[i] + ring.stage * (2 * kPieceBytes));
     }
   }
@@ -320,8 +324,8 @@ struct Consumer {
     ptx::wgmma_commit_group();
   }
 
-  // Scatters the h of a piece to the zeroed operand tile at `to`, without branches, because they would take as long as
-  // the stores. Words that did not fit in the stage are read from the list itself.
+  // Scatters the h of a piece to the zeroed operand tile at `to`. The stores are predicated, because branches around
+  // them would take as long as the stores. Words that did not fit in the stage are read from the list in global memory.
   __device__ __forceinline__ void scatter(uint32_t to, const Piece& piece, const uint32_t* list) const {
     const uint32_t skipped = piece.bounds.x & 3, count = piece.bounds.y - piece.bounds.x;
     const uint32_t here = min(count, kPieceWords - skipped), first = 2 * thread - skipped;
@@ -339,7 +343,7 @@ struct Consumer {
         ptx::st_shared_u16(address(word), word >> 16);
       }
     }
-    ptx::fence_proxy_async();  // for what was scattered, and for B, which cp.async wrote
+    ptx::fence_proxy_async();  // before WGMMA reads the scattered h, and B, which cp.async wrote
     sync();
   }
 
@@ -349,9 +353,9 @@ struct Consumer {
     zero(operand_tile);
   }
 
-  // Each warp zeroes the 16 rows that its own share of a product reads, once the product has ended for this warp. The
-  // three operand tiles are used in rotation, so after a warp has zeroed a tile, all warps pass the barrier of another
-  // tile before any of them scatters into this tile again.
+  // Each warp zeroes the 16 rows that its own share of a product reads, once the product has ended for this warp. No
+  // barrier is needed between this and the next scatter into the same operand tile: three tiles are used in rotation,
+  // so before that scatter, all warps pass the barrier of another tile's scatter.
   __device__ __forceinline__ void zero(uint32_t operand_tile) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

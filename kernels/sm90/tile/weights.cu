@@ -1,27 +1,28 @@
-// tile_weights: the gradients of the weights, dW[neuron] = sum over the tokens that fire it of dz[token, neuron]
-// x[token]: dW_g and dW_u from dz, du and x, dW_d^T from h and dy. The tiles are of 128 neurons (NeuronPlan), whose
-// slots are tokens.
+// tile_weights: the gradients of the weights. dW[neuron] = sum of dz[token, neuron] x[token] over the tokens that fire
+// the neuron. dW_g and dW_u come from dz, du and x; dW_d^T comes from h and dy. The tiles have 128 neurons
+// (NeuronPlan), and their slots are tokens.
 //
-// A unit is one tile, or a piece of one, times 256 columns of dW, over all blocks of the tile or piece. Fuller tiles
-// come first, and all columns of a tile come together: units of equal size that start together read the same rows of x
-// in step, and find them in L2. Roles:
+// A unit of work is a tile, or a piece of one, times 256 columns of dW, over all blocks of the tile or piece. Fuller
+// tiles come first, and all units of a tile come one after another: units of equal size that start together read the
+// same rows of x at about the same time, and so find them in L2. Roles:
 //
 //   Producer        warps 0-3: copy the rows of x (or dy) of a block's tokens, an MN-major operand
 //   Consumer        warps 4-11: a warpgroup multiplies the blocks that its 64 neurons need. Each of its warps fetches
-//                   its own 16 rows of the other operand (tile_operands), and no barrier joins the four warps. This
-//                   relies on a warp's share of a WGMMA reading only the rows of its own accumulators; PTX does not
-//                   promise that, but the tests compare every bit.
+//                   its own 16 rows of the other operand (tile_operands), without a barrier among the four warps. This
+//                   relies on a warp's share of a WGMMA reading only the rows of its own accumulators. PTX does not
+//                   promise that; a test that compares every bit would notice if it were not so.
 //   drawing thread  the first producer thread draws all units, including the first ones, so that no unit waits for a
-//                   CTA that is waiting for its SM. It draws the next unit late in the current unit, so that the next
+//                   CTA that is not yet running. It draws the next unit late in the current unit, so that the next
 //                   unit goes to the CTA that finishes first.
 //
-// A consumer stores its sums before it skips the blocks that it does not need, so that the other consumer multiplies
-// meanwhile. Two weights (dW_g and dW_u) share the copies of the rows: then a unit is one half of a tile ("paired"),
-// and each consumer has one of the operands. Each piece of a tile in pieces writes its sums to global memory, and the
-// last consumer to finish adds them up.
+// A consumer stores its sums before it skips the remaining blocks, which only the other half needs, so that the other
+// consumer multiplies these blocks during the stores. If there are two operands (for dW_g and dW_u), both are
+// multiplied by the same copies of rows: then a unit is one half of a tile ("paired"), and each consumer has one of the
+// operands. If a tile is cut into pieces, each piece's sums are written to global memory, and the last consumer to
+// finish adds them up.
 //
-// Numerics: float32 over a tile's slots, block by block in that order, piece by piece; rounded to bf16 once, or not at
-// all if dW is float32. Deterministic.
+// Numerics: dW is accumulated in float32 over a tile's slots, block by block in ascending order; sums of pieces are
+// added in order. dW is rounded to bf16 once, or not at all if dW is float32. Deterministic.
 #include "common/host.h"
 #include "tile/gather.cuh"
 #include "tile/plan.cuh"
@@ -32,38 +33,39 @@ namespace {
 constexpr uint32_t kWarpBytes = kHalfBytes / 4;  // 16 rows of an operand tile
 constexpr int kOperands = 4;                     // operand tiles in flight per consumer
 constexpr int kRowStages = 5;                    // stages of B
-constexpr uint32_t kPlaces = 4;                  // places for units that are drawn: round r's is in place r % 4
-constexpr int kDrawAhead = 6;                    // the next unit is drawn this many blocks before this one ends,
-constexpr int kTicketBlocks = 2;                 // and its ticket is used this many blocks later, when it has arrived
+constexpr uint32_t kPlaces = 4;                  // slots for drawn units: the unit of round r is in slot r % 4
+constexpr int kDrawAhead = 6;                    // the next unit is drawn this many blocks before the current unit ends
+constexpr int kTicketBlocks = 2;                 // its ticket is used this many blocks after the draw, when it has
+                                                 // arrived
 static_assert(kTicketBlocks < kRowStages, "kTicketBlocks must be below kRowStages, or both roles could deadlock");
 
 constexpr int kDrawingThread = 0;
 
-// The named barrier (bar.sync) of the 128 threads of consumer c is kConsumerBarrier + c; __syncthreads uses barrier 0.
+// Named barriers (bar.sync): kConsumerBarrier + c is that of consumer c's 128 threads; barrier 0 is __syncthreads.
 enum NamedBarrier { kConsumerBarrier = 1 };
 
-// The units of a piece are drawn one after another, all columns of a half together.
+// A unit. The units of a piece have consecutive tickets: first all columns of one half, then those of the other.
 struct alignas(16) Unit {
   int4 code;   // code of the piece
-  int column;  // counted in units; -1 if there is no unit
+  int column;  // index of the 256 columns; -1 if there is no unit
   int half;    // half of the tile, if paired
 };
 
 struct Shared {
-  Unit units[kPlaces];      // read where needed, because the consumers have no registers left
+  Unit units[kPlaces];      // consumers read these again where they need them, because they have no registers left
   uint64_t drawn[kPlaces];  // barrier: the unit has been written
-  uint64_t left[kPlaces];   // barrier: all warps are done with the unit
+  uint64_t left[kPlaces];   // barrier: all warps are done with the unit, so the slot may be overwritten
   uint64_t full[kRowStages];
   uint64_t empty[kRowStages];
   uint64_t arrived[kConsumerWarps][kOperands];  // barrier: a warp's rows of an operand tile have arrived
-  bool last[2];                                 // [consumer] whether it is the last to finish a tile in pieces
+  bool last[2];                                 // [consumer] whether it is the last consumer to finish a tile in pieces
 };
 
 constexpr uint32_t kSharedBytes = 2 * kOperands * kHalfBytes + kRowStages * kBBytes + sizeof(Shared);
 static_assert(kSharedBytes <= kMaxSharedBytes, "operands and barriers must fit in one CTA's shared memory");
 
-// A CTA's shared memory: the operand tiles of both consumers, the stages of B, then struct Shared. The integers are
-// addresses in shared memory.
+// A CTA's shared memory: the operand tiles of both consumers, B of the stages, then struct Shared. The integers are
+// shared addresses.
 struct Memory {
   Shared& shared;
   uint32_t operands;  // [consumer][kOperands]
@@ -78,7 +80,7 @@ struct Memory {
 
   // Called by one thread.
   __device__ __forceinline__ void init_barriers() const {
-    if (operands % 1024 != 0) __trap();  // the 128-byte swizzle assumes multiples of 1,024
+    if (operands % 1024 != 0) __trap();  // the 128-byte swizzle needs operand tiles at multiples of 1,024 bytes
     for (int s = 0; s < kRowStages; ++s) {
       ptx::mbarrier_init(full + 8 * s, 32 * kGatherWarps);
       ptx::mbarrier_init(empty + 8 * s, kConsumerWarps);
@@ -93,8 +95,8 @@ struct Memory {
     ptx::fence_mbarrier_init();
   }
 
-  // The units of the rounds. Whole warps call wait_for before they first read a unit, and leave after they last read
-  // it.
+  // Access to the unit of a round. A whole warp calls wait_for before its first read of the unit, and leave after its
+  // last read.
   __device__ __forceinline__ Unit& unit_in(uint32_t round) const { return shared.units[round % kPlaces]; }
   __device__ __forceinline__ void wait_for(uint32_t round) const {
     ptx::mbarrier_wait(ptx::smem_address(shared.drawn + round % kPlaces), round / kPlaces & 1);
@@ -105,17 +107,17 @@ struct Memory {
   }
 };
 
-__device__ __forceinline__ int columns_of(const WeightGradient& a) {  // units per row of dW
+__device__ __forceinline__ int columns_of(const WeightGradient& a) {  // units of 256 columns per row of dW
   return static_cast<int>((a.k + kTileN - 1) / kTileN);
 }
 __device__ __forceinline__ int64_t slots_per_tile(const WeightGradient& a) {
   return (a.m + kTileM - 1) / kTileM * kTileM;
 }
 
-// Copies the rows of the units, and draws them.
+// The role of the producer warps: copy the rows of the units, and draw the units.
 template <bool kPaired>
 struct Producer {
-  // What to copy for a unit: blocks [first, last) of a tile's slots. The next unit is drawn at block `draw`.
+  // What to copy for a unit: blocks [first, last) of a tile's slots. The next unit is drawn before block `draw`.
   struct Range {
     int column, tile, first, last, draw;
   };
@@ -169,15 +171,17 @@ struct Producer {
     }
   }
 
-  // Every CTA draws once without getting a unit. The last of these draws is the last of all, and resets the counter:
-  // with 10 units and 3 CTAs the counter goes from 0 to 12, and the 13th draw sets it to 0.
+  // Draws a ticket. At the end, every CTA draws one ticket for which there is no unit. The last of these draws is the
+  // last draw of all, and resets the counter: with 10 units and 3 CTAs, the counter goes from 0 to 12, and the 13th
+  // draw sets it to 0.
   __device__ __forceinline__ void draw() {
     unsigned int* counter = reinterpret_cast<unsigned int*>(a.tickets + kSplitUnits * 4);
     if (threadIdx.x == kDrawingThread) ticket = static_cast<int>(atomicInc(counter, count + gridDim.x - 1));
   }
 
-  // The drawing thread publishes to all warps what it has drawn for a round. All threads wait for the place: with a
-  // loop for one thread alone, the compiler no longer keeps the stage in a uniform register.
+  // Publishes to all warps the unit that the drawing thread has drawn for a round. All threads wait for the slot to be
+  // free, although only one writes it: if only one thread looped, the compiler would no longer keep the stage in a
+  // uniform register.
   __device__ __forceinline__ void publish(uint32_t round) {
     ptx::mbarrier_wait(ptx::smem_address(memory.shared.left + round % kPlaces), (round / kPlaces & 1) ^ 1);
     if (threadIdx.x != kDrawingThread) return;
@@ -200,12 +204,14 @@ struct Producer {
     int from;
     const int steps = piece.tile.needed(kPaired ? unit.half : 0, piece.first, piece.last, from);
     if constexpr (kPaired) range.first = from, range.last = from + steps;
-    // If the first consumer has no block left, it waits for the next unit before it skips any block.
+    // The first consumer waits for the next unit as soon as it has multiplied its last block, before it skips (and so
+    // releases) the blocks that only the second half needs. So the draw must come before that block: otherwise the
+    // producer would wait for stages, and the first consumer for the draw, forever.
     range.draw = max(range.first, (steps == 0 ? range.last : from + steps) - kDrawAhead);
     return range;
   }
 
-  // Requests this thread's slots of a block, one block ahead.
+  // Loads this thread's slots of a block, one block before they are used.
   __device__ __forceinline__ void load(const Range& of, int block) {
     if (of.first == of.last) return;  // the unit has no slots, and its entries are undefined
     next =
@@ -217,12 +223,12 @@ struct Producer {
   }
 };
 
-// Multiplies. kPaired: a unit is one half of a tile, whose blocks both consumers multiply by the same rows, each with
-// its own operand and dW. Otherwise consumer c has half c of the tile.
+// The role of a consumer warpgroup. kPaired: a unit is one half of a tile; both consumers multiply its blocks by the
+// same rows, each with its own operand and dW. Otherwise consumer c multiplies half c of the tile.
 template <bool kPaired, class Out>
 struct Consumer {
   using Accumulators = float[128];
-  // The products of a unit that this consumer needs: of blocks [from, from + steps) of the tile.
+  // What this consumer multiplies for a unit: blocks [from, from + steps) of the tile.
   struct Work {
     Piece piece;
     int half, from, steps;
@@ -234,13 +240,13 @@ struct Consumer {
   int consumer;
   uint32_t thread;  // index within the warpgroup
   Out* dw;
-  // Operand tiles are used in turn: the tile of a step is fetched to the place of the tile kOperands steps earlier.
+  // Operand tiles are used in rotation: the tile of a step overwrites that of the step kOperands before.
   uint32_t own, arrived;
   const uint8_t* operand;
   RingOf<kOperands> used;
   RingOf<kRowStages> ring;
   Work next;
-  int passing = 0;  // stages that this consumer does not need, after those that it needed
+  int passing = 0;  // stages that this consumer must still skip, after the last block that it needs
 
   __device__ __forceinline__ Consumer(const Memory& memory, const WeightGradient& a, int warp, uint32_t lane)
       : memory(memory),
@@ -271,7 +277,7 @@ struct Consumer {
       }
       const Unit& unit = memory.unit_in(round);
       const Piece piece = piece_of(unit.code);
-      passing = piece.last - work.from - work.steps;  // once dW is stored
+      passing = piece.last - work.from - work.steps;  // these stages are skipped after dW has been stored
       next = work_of(round + 1);
       if (memory.unit_in(round + 1).column >= 0) fetch_first(next);
       if (piece.parts > 1 && !add_pieces(piece, work.half, unit.column, d)) continue;
@@ -312,8 +318,8 @@ struct Consumer {
     for (int step = 0; step < kOperands; ++step) fetch(of, step, (used.stage + step) % kOperands);
   }
 
-  // The neurons whose sums this lane has, by WGMMA's accumulator layout: rows lane / 4 and lane / 4 + 8 of the warp's
-  // 16; -1 if a neuron does not exist.
+  // The neurons whose sums this lane has: by WGMMA's accumulator layout, rows lane / 4 and lane / 4 + 8 of the warp's
+  // 16. The entry is -1 if the neuron does not exist.
   __device__ __forceinline__ void look_up(const Work& work, int (&neurons)[2]) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -344,7 +350,7 @@ struct Consumer {
   __device__ __forceinline__ void multiply_block(Accumulators& d, bool first) const {
     ptx::mbarrier_wait(memory.full + 8 * ring.stage, ring.phase);
     ptx::mbarrier_wait(arrived + 8 * used.stage, used.phase);
-    ptx::fence_proxy_async();  // cp.async wrote B
+    ptx::fence_proxy_async();  // before WGMMA reads B, which cp.async wrote
     const uint32_t h = own + used.stage * kHalfBytes, b = memory.stages + ring.stage * kBBytes;
     ptx::wgmma_fence();
 #pragma unroll
@@ -356,8 +362,8 @@ struct Consumer {
   }
 
   // Writes a piece's sums to global memory, in the layout of the threads' registers: [register / 4][thread][4]. Returns
-  // whether this consumer is the last of those that have a piece of these sums; if so, d becomes the sum of all pieces,
-  // in order.
+  // true in the last consumer that writes sums of the same tile, half and columns; there, d becomes the sum of all
+  // pieces, added in order.
   __device__ __forceinline__ bool add_pieces(const Piece& piece, int half, int column, Accumulators& d) const {
     const int place = column + piece.base * columns_of(a);
     const auto partials_of = [&](int part) {
@@ -397,7 +403,7 @@ struct Consumer {
     return true;
   }
 
-  // Four lanes store the 32 bytes of 8 columns.
+  // Four lanes together store the 32 bytes of 8 columns.
   __device__ __forceinline__ void store_floats(const int (&neurons)[2], int unit_column, const Accumulators& d) const {
     const int64_t column = static_cast<int64_t>(unit_column) * kTileN;
 #pragma unroll
