@@ -30,8 +30,8 @@ constexpr int kCountsLength = kCounters + kScratch;
 int64_t tiles_of(int64_t tokens) { return (tokens + kTokenTile - 1) / kTokenTile; }
 int64_t column_tiles_of(int64_t neurons) { return (neurons + kColumnTile - 1) / kColumnTile; }
 
-// The scratch behind the counters in Result.counts: the totals of the tile engine's plan, then the tickets of the row
-// engine.
+// The scratch memory after the counters in Result.counts: the totals of the tile engine's plan, then the tickets of the
+// row engine.
 int32_t* totals_of(int64_t* counts) { return reinterpret_cast<int32_t*>(counts + kCounters); }
 int32_t* tickets_of(int64_t* counts) { return totals_of(counts) + kTotals; }
 

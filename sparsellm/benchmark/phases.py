@@ -155,7 +155,7 @@ def stock_model(subject: Subject, device: torch.device) -> Any:
 
 
 def forward(sides: Sides, stock: dict[str, Any], config: BenchmarkConfig, device: torch.device) -> Rates:
-    """Each side's rate. `stock`: `stock_model` of each subject, by identity; not modified."""
+    """Each side's rate. `stock`: the `stock_model` of each subject, under the subject's identity; not modified."""
 
     def passing(model: nn.Module, blocks: Tensor) -> int:
         with torch.no_grad():

@@ -163,8 +163,8 @@ def _value(text: str, raw: str) -> Any:
 
 
 def convert(kind: Any, value: Any, raw: str) -> Any:
-    """Convert `value`, typed as `raw`, to the type `kind`, with enums by name. Raises ValueError with what the value
-    should be.
+    """Convert `value`, which a person wrote as `raw`, to the type `kind`; members of an enum are given by name. Raises
+    ValueError, whose message says what the value should be.
 
     Whole numbers may be written as 1e9, and a single value is accepted as a list of one.
     """

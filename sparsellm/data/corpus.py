@@ -92,7 +92,7 @@ def local_files(patterns: Sequence[str], start: Path = Path()) -> tuple[Files, l
             elif path.is_dir():
                 mistakes.append(f"data.files: {file} is a folder: give its files, for example {file}/*.parquet")
             else:
-                mistakes.append(f"data.files: {file} is not a regular file, or a dangling link: leave it out")
+                mistakes.append(f"data.files: {file} is a dangling link or not a regular file: leave it out")
     files = dict(sorted(files.items()))
     try:
         if files and not mistakes:

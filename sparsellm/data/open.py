@@ -58,7 +58,7 @@ def mistakes(request: Request, run: RunConfig, typed: Sequence[str] = ()) -> lis
     if min(training.steps, training.batch_size) < 1 or training.sequence_length < SHORTEST_SEQUENCE:
         return []  # sparsellm.config reports this; the number of tokens is unknown
     if data.source == Source.files and not data.files:
-        return []  # sparsellm.config reports this; the preparing command is unknown
+        return []  # sparsellm.config reports this; the command that prepares the data is unknown
     if data.streaming:
         return request.source_mistakes()
     if data.mix:

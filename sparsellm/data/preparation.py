@@ -121,7 +121,7 @@ def prepare(request: Request) -> Manifest:
     if ready is not None and is_enough(ready, limit):
         return ready
     if ready is None and not (folder / "progress.json").exists():
-        started = _start(request)  # before anything is written, so that failures leave nothing
+        started = _start(request)  # before anything is written, so that a failure leaves nothing behind
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     with _exclusive(folder), _writing(folder, limit, made):
         # Another process may have prepared this folder while this one waited.

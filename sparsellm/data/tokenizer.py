@@ -122,8 +122,8 @@ def _end_of_text(tokenizer: Tokenizer, given: str, find: Callable[[str], Path]) 
     path, token = _named("eos_token", map(find, _ROLES))
     if token is None:
         raise DataError(
-            f"{given} has no {END_OF_TEXT}, and neither {' nor '.join(_ROLES)} in its folder defines an eos_token,"
-            f' to end every document: define a token of {_FILE} in {_CONFIG} ("eos_token": "TOKEN")'
+            f"{given} has no {END_OF_TEXT}, and neither {' nor '.join(_ROLES)} in its folder defines the eos_token that"
+            f' should end every document: in {_CONFIG}, set "eos_token" to a token of {_FILE}'
         )
     if not isinstance(token, str) or tokenizer.token_to_id(token) is None:
         raise DataError(

@@ -31,7 +31,7 @@ from sparsellm.system.errors import SparsellmError
 # Most logits in a batch of size `auto`: with a vocabulary of 49,152, that is 21,845 tokens on a GPU, 1,365 on a CPU.
 # The logits that predict a continuation are copied twice, the second time as log-probabilities.
 AUTO_LOGITS = {"cuda": 2**30, "cpu": 2**26}
-BYTES_PER_LOGIT = 16  # free GPU memory per logit: two float32, and as much again for the layers
+BYTES_PER_LOGIT = 16  # free GPU memory per logit: 8 for two float32, 8 for the layers
 
 # Batches are padded to a multiple of this many tokens, so that few shapes are new: cuDNN's attention, which PyTorch
 # prefers on Hopper, costs 43 ms of host time for each new shape (H100, torch 2.11). Flash attention has no such cost,

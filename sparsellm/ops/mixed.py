@@ -19,9 +19,10 @@ from sparsellm.ops.reference import accumulator, statistics
 
 
 def mixed_feedforward(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, mix: Tensor) -> FeedForwardOutput:
-    """x [M, K], w_gate and w_up [N, K], w_down [K, N]; mix: a, 0-d float32 on the device of x, in [0, 1].
+    """x [M, K], w_gate and w_up [N, K], w_down [K, N]; mix: the share of ReLU in the gate, in [0, 1], 0-d float32 on
+    the device of x, without a gradient.
 
-    mix gets no gradient. Autocast sets the compute dtype. Nothing is packed, and the union is not measured (-1). Raises
+    Autocast sets the compute dtype. Nothing is packed; `union` of the result is -1, because it is not measured. Raises
     ValueError for shapes, dtypes or devices that are not allowed.
     """
     x, cast = in_autocast(x)

@@ -66,7 +66,7 @@ def pack(h: Tensor) -> PackedGate:
     columns = torch.arange(width, dtype=torch.int32, device=h.device)
     values = (bits << 16) | columns.view(column_tiles, COLUMN_TILE)
     kept = active & fits[..., None]
-    slot = torch.where(kept, active.cumsum(-1), WORDS)  # other values go behind the last word, and are cut off
+    slot = torch.where(kept, active.cumsum(-1), WORDS)  # other values go after the last word, and are cut off
     words = bits.new_zeros((m, column_tiles, WORDS + 1))
     words = words.scatter_(2, slot, values)[..., :WORDS]
     words[..., 0] = counts
@@ -91,7 +91,7 @@ def unpack(packed: PackedGate, n: int) -> Tensor:
     counts, slots = words[..., :1], words[..., 1:]
     fits = counts < WORDS
     used = fits & (torch.arange(WORDS - 1, device=counts.device) < counts)
-    column = torch.where(used, slots & 0xFFFF, width).long()  # unused words go behind the last column, and are cut off
+    column = torch.where(used, slots & 0xFFFF, width).long()  # unused words go after the last column, and are cut off
     dense = slots.new_zeros((m, width + 1)).scatter_(1, column.flatten(1), (slots >> 16).flatten(1))[:, :n]
     full = ~fits.expand(m, column_tiles, COLUMN_TILE).reshape(m, width)[:, :n]
     wide = packed.wide.view(torch.int16).int()

@@ -131,7 +131,7 @@ class WandbRun:
                 flat["tile_layers"] = value.count("tile")
             elif isinstance(value, list):
                 flat |= {f"{key}/{layer:02d}": v for layer, v in enumerate(value)}
-            elif isinstance(value, dict):  # same keys as in `evaluation` below
+            elif isinstance(value, dict):  # the same keys as in the method `evaluation`
                 named = {"step": row["step"], **value}
                 flat |= {f"{key}/{name}": v for name, v in named.items() if v is not None}
             elif value is not None:

@@ -10,7 +10,7 @@ from typing import IO
 
 from filelock import lock_descriptor
 
-POLL = 0.05  # seconds between two tries
+POLL = 0.05  # seconds between attempts
 
 
 def take(

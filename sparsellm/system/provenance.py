@@ -39,7 +39,7 @@ def _command(argv: list[str], ranks: int) -> str:
 def _machine() -> str:
     """ "2 x NVIDIA H100 80GB HBM3, 32 CPU cores, driver 580.159.04"; only "32 CPU cores" without a GPU.
 
-    NVML is asked, because torch would create a CUDA context, and so take memory from the runs of a sweep.
+    Queries NVML instead of torch, which would create a CUDA context and take memory from the runs of a sweep.
     """
     cores = f"{len(os.sched_getaffinity(0))} CPU cores"
     try:

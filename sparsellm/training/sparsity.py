@@ -48,7 +48,7 @@ class SilentNeurons:
         self.tokens.add_(finite, alpha=tokens).masked_fill_(fired & finite, 0)
 
     def reduced(self) -> Tensor:
-        """The exact counts, the same on all ranks. Collective."""
+        """The exact token counts over all ranks. Collective."""
         tokens = self.tokens.clone()
         dist.all_reduce(tokens, op=dist.ReduceOp.MIN)
         return tokens

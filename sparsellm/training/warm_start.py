@@ -58,8 +58,8 @@ def adopt(config: Config, typed: Sequence[str] = ()) -> list[str]:
 
 
 def _find_its_tokens(data: DataConfig, model: str) -> None:
-    """Set the tokenizer's name in `data` to that of the tokens in data.path, if these were made with the tokenizer of
-    `model` under another name, for example by the run that trained the model."""
+    """Take the tokenizer's name from the tokens in data.path if they were made with the tokenizer of `model` under
+    another name, for example by the run that trained `model`. Changes `data`."""
     with suppress(DataError):  # opening the data reports the error
         ready = None if data.streaming else manifest.read(data.folder)
         if ready is not None and ready.tokenizer_hash in tokenizer.digests(tokenizer.load(model, "init_from")):

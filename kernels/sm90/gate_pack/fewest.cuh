@@ -124,7 +124,7 @@ struct FewestCta {
   // time.
   __device__ __forceinline__ void feed(int zeroed) {
     for (int i = lane; blockIdx.x == 0 && i < zeroed; i += 32) out.counters[i] = 0;
-    ptx::cluster_wait();  // all barriers exist
+    ptx::cluster_wait();  // all CTAs have initialized their barriers
     if (lane == 0) {
       for (int round = 0; round < rounds; ++round, advance()) {
         const uint32_t barrier = full + 8 * slot;
@@ -174,7 +174,7 @@ struct FewestCta {
     const uint32_t mine = ptx::smem_address(shared.pieces) + warp * kOfWarp + 16 * lane;
 #pragma unroll
     for (int i = 0; i < kDepth; ++i) fetch(i / 2, i % 2, mine + i * kPiece);
-    ptx::cluster_wait();  // all barriers exist
+    ptx::cluster_wait();  // all CTAs have initialized their barriers
 
     const uint32_t low_row = row_of(lane / 4), high_row = row_of(8 + lane / 4);
     float d[kNeuronCopies][4] = {};

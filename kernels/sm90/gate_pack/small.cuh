@@ -196,8 +196,8 @@ struct SmallCta {
     __syncwarp();
   }
 
-  // Finds whether this lane's two neurons fire for one of the tokens that this lane has. The neurons are rows lane / 4
-  // and lane / 4 + 8 of the warp's 16.
+  // Finds whether this lane's two neurons fire for any of this lane's tokens. The neurons are rows lane / 4 and
+  // lane / 4 + 8 of the warp's 16.
   __device__ __forceinline__ void find_fired(const Accumulators& d, uint32_t (&fires)[2]) const {
 #pragma unroll
     for (int j = 0; j < kSmallTokens / 8; ++j) {

@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(kThreads) assign_kernel(const Order order, int
     __syncthreads();
   }
   ptx::griddepcontrol_wait();
-  if (!kLeaders) ptx::griddepcontrol_launch_dependents();  // after the wait, because sort_kernel relies on it
+  if (!kLeaders) ptx::griddepcontrol_launch_dependents();  // after the wait: sort_kernel relies on this order
 
   // The first loads of a token's row wait neither for the row's count (every row has at least the memory that they
   // read) nor for the previous token.

@@ -129,7 +129,7 @@ struct ClusterCta {
   int units = 0;       // number of units; with runs, this is the number of rows
   uint32_t share = 0;  // the length of a run
   uint32_t turn = 0, exchanges = 0;
-  uint32_t listed = 0;  // index of the current one of the two lists
+  uint32_t listed = 0;  // which of the two lists is current: 0 or 1
   float l1 = 0.0f;      // sum over this warp's nonzeros
 
   __device__ __forceinline__ ClusterCta(const ClusterArguments& a, const Shared& shared)
