@@ -53,6 +53,8 @@ train: export OMP_WAIT_POLICY ?= passive
 train: $(READY)
 	$(RUN) -m sparsellm.train experiment=smoke $(ARGS)
 
+# Several processes share the cores, so each computes on one thread.
+test test-fast attack: export OMP_NUM_THREADS ?= 1
 test: $(TOOLS)
 	$(RUN) -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
 

@@ -24,7 +24,8 @@ from sparsellm.runs.layout import VALUES, WAITING_ROW
 from sparsellm.runs.metrics import METRICS
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-TELLS_TIME = ("COMMITTED", ".metadata", "lock", "verified.json")  # or is a checksum of a file that does
+# Files that contain times, or checksums of files that do.
+TELLS_TIME = ("COMMITTED", ".metadata", "lock", "verified.json", "sweep.json")
 
 
 @dataclass(frozen=True)

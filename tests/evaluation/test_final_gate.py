@@ -13,4 +13,4 @@ def test_it_says_that_the_held_out_loss_is_of_the_final_gate_until_the_run_has_i
     at = EvaluateConfig(checkpoint=str(run / f"checkpoints/step_{step:08}"), data_dir=str(rows), tasks=["piqa"])
     for _ in range(2):  # the second time the loss is there already
         assert evaluate_checkpoint(at)["failed"] == {}
-        assert ("with a gate between SiLU and ReLU" in capsys.readouterr().err) == said
+        assert ("with a gate activation between SiLU and ReLU" in capsys.readouterr().err) == said
