@@ -89,7 +89,7 @@ def test_the_end_of_text_is_a_part_of_what_tells_tokenizers_apart_unless_it_is_t
     ({"eos_token": "<eos>"}, "source/tokenizer_config.json defines eos_token as '<eos>', which ends every document"),
     ({"eos_token": ["</s>"]}, "source/tokenizer_config.json defines eos_token as ['</s>']"),
     ({"bos_token": "<s>"}, "neither tokenizer_config.json nor special_tokens_map.json in its folder"),
-    (None, "define a token of tokenizer.json in tokenizer_config.json (\"eos_token\": \"TOKEN\")"),
+    (None, "in tokenizer_config.json, set \"eos_token\" to a token of tokenizer.json"),
     ([], "source/tokenizer_config.json"),
 ])  # fmt: skip
 def test_a_tokenizer_whose_end_of_text_is_not_known_is_refused(config, said, made, tmp_path):
