@@ -107,7 +107,7 @@ class WandbRun:
                 with _environment(bare), _quiet_logging():
                     import wandb
 
-                    if attempt == "online" and not wandb.api.api_key:
+                    if attempt == "online" and not wandb.login(prompt=False, verify=False):
                         why = ": there is no key (set WANDB_API_KEY, or run `wandb login`)"
                         continue
                     self._run = begin(attempt)

@@ -258,7 +258,7 @@ def test_the_place_is_the_link_online_and_the_reason_otherwise(tmp_path, monkeyp
     monkeypatch.setattr(Record, "url", None)
     assert WandbRun(small_config("logging.wandb=offline"), tmp_path).status == "offline"
     assert WandbRun(small_config("logging.wandb=disabled"), tmp_path).status == "disabled"
-    monkeypatch.setattr(wandb, "api", type("NoKey", (), {"api_key": None}))
+    monkeypatch.setattr(wandb, "login", lambda **_options: False)
     assert "set WANDB_API_KEY" in WandbRun(small_config("logging.wandb=online"), tmp_path).status
 
 
