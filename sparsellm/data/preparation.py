@@ -347,7 +347,7 @@ def _count(document: Document, manifest: Manifest, reading: sources.Reading) -> 
     """Record in `manifest` that `document` was read."""
     if document.number == 0 and not document.end:
         manifest.begun = sources.so_far(manifest)
-    elif document.file != manifest.position["file"]:
+    elif document.end or document.file != manifest.position["file"]:
         manifest.begun = None
     manifest.position = document.position_after()
     reading.begin(document)

@@ -303,15 +303,15 @@ def _lines_between(
     stream: io.BufferedReader, start: int, end: int | None, file: str, text_column: str
 ) -> Iterator[_Record]:
     """The lines that begin in the bytes from `start` to before `end` of `file`; `stream` is at `start`."""
-    at = start
+    at, before = start, None
     for number in count(start=1):
         # Keep only the record while it is used, because a line may take gigabytes.
         if (end is not None and at >= end) or (record := _line(stream.readline(), file, text_column)) is None:
             return
         at += record.size
         if record.row.fault is not None:
-            line = _line_breaks(file, start) + number
-            record = record._replace(row=Row(None, fault=f"line {line}: {record.row.fault}"))
+            before = _line_breaks(file, start) if before is None else before
+            record = record._replace(row=Row(None, fault=f"line {before + number}: {record.row.fault}"))
         if record.row is not _BLANK:
             yield record
 

@@ -86,7 +86,7 @@ class TokenStream:
         with ThreadPoolExecutor(FILES_AT_ONCE) as threads:  # opening a hub file takes about a second
             found = list(threads.map(read, names, shares))
         for i, name in enumerate(names):
-            if (missing := wanted - sum(map(len, found))) > 0:
+            if len(found[i]) >= shares[i] and (missing := wanted - sum(map(len, found))) > 0:  # not read to its end
                 found[i] = read(name, len(found[i]) + missing)
         tokens = np.concatenate(found)
         if len(tokens) <= length:

@@ -223,6 +223,7 @@ class EngineChoice:
                 "a weight of an accelerated model changed since its last call, and a CUDA graph is being captured: call"
                 " the model once before the capture"
             )
+        state = state_of(w_down)  # before the copy: a change while the copy is made leaves it stale
         with torch.inference_mode(False):
             source = w_down.detach()
             wanted, old = source.t(), None if kept is None else kept.weight
@@ -232,8 +233,8 @@ class EngineChoice:
                 weight = old.copy_(wanted)
         if w_down.is_cuda:
             torch.cuda.current_stream(w_down.device).synchronize()
-        self.w_down_t = NeuronMajor(weight, source, state_of(w_down))
-        return self.w_down_t
+        self.w_down_t = made = NeuronMajor(weight, source, state)
+        return made
 
     @torch.inference_mode(False)  # a tensor created in inference mode cannot be written outside of it
     def _send(self, m: int, counts: Tensor) -> None:

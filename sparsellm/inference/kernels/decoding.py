@@ -29,9 +29,8 @@ SPLIT = 1024  # cache positions per split, up to 2 FEW programs or MOST_SPLITS
 MOST_SPLITS = 32  # split counts are powers of two, so that few kernel variants are built
 THREAD = 128  # bytes of matrices per thread and step of `matrix_vector`
 ROWS = 4  # maximum rows of each matrix per program and step
-WARPS = (
-    16 * FEW
-)  # maximum warps of all programs: each program rereads the whole vector, which costs as much as a row or two
+# Maximum warps of all programs. Each program rereads the whole vector, which costs as much as a row or two.
+WARPS = 16 * FEW
 
 
 @triton.jit

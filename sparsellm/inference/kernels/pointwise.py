@@ -31,7 +31,7 @@ def early(device: torch.device) -> dict[str, bool]:
     """Launch options for a kernel that calls `await_kernel_ahead`: the kernel starts before the previous kernel ends if
     the GPU supports programmatic dependent launch. Before the call, the kernel must not write, and may read only memory
     that no kernel writes or that was written before the last kernel that did not start early. Every kernel that starts
-    early waits in this way, including those of `kernels/`, so all kernels before a kernel that has ended have ended."""
+    early waits in this way, including those of `kernels/`, so when a kernel has ended, all earlier kernels have."""
     return {"EARLY": True, "launch_pdl": True} if _starts_early(device) else {"EARLY": False}
 
 
