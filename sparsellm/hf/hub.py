@@ -40,8 +40,10 @@ def obstacle() -> str | None:
 
 def is_temporary(error: Exception) -> bool:
     """Whether `error` is a timeout, a lost connection, or an answer that says to come back later."""
-    from huggingface_hub.errors import HTTPError
+    from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
 
+    if isinstance(error, OfflineModeIsEnabled):  # a ConnectionError that no waiting mends
+        return False
     if not isinstance(error, HTTPError):  # the base of the HTTP client's errors, not all of which are OSErrors
         return isinstance(error, ConnectionError | TimeoutError)
     status = getattr(getattr(error, "response", None), "status_code", None)

@@ -369,7 +369,8 @@ def history(
         with regular.to_read(path) as file:
             for number in itertools.count(1):
                 line = file.readline(LONGEST_ROW)
-                digest.update(line if saved is None else line[: max(0, saved.bytes - size)])
+                if saved is not None:
+                    digest.update(line[: max(0, saved.bytes - size)])
                 size += len(line)
                 if not line.endswith(b"\n"):  # the end of the file: a last line without a line feed was cut by a kill
                     if len(line) == LONGEST_ROW:
@@ -380,7 +381,7 @@ def history(
                     if rows and row["step"] <= rows[-1]["step"]:
                         raise ValueError(f"its step {row['step']} comes after step {rows[-1]['step']}")
                     rows.append(row)
-                except ValueError as error:
+                except (ValueError, OverflowError) as error:  # an integer of 400 digits is no float
                     problems.append(f"line {number}: {error}")
     except FileNotFoundError:
         return History([], [] if saved is None else [f"the file is missing, but {saved.bytes:,} bytes were saved"])

@@ -11,6 +11,7 @@ import time
 
 import datasets
 import pytest
+from huggingface_hub.errors import OfflineModeIsEnabled
 
 from sparsellm.commands import analyze, evaluate
 from sparsellm.data import tokenizer
@@ -121,3 +122,8 @@ def test_a_path_is_not_looked_for_on_the_hub(tmp_path, monkeypatch, capsys):
     for command in (evaluate, analyze):
         assert command.main(["checkpoint=runs/nope"], "program") == 2
         assert "checkpoint=runs/nope does not exist" in capsys.readouterr().err
+
+
+def test_nobody_waits_for_a_hub_that_is_switched_off():
+    assert not hub.is_temporary(OfflineModeIsEnabled("HF_HUB_OFFLINE is set"))
+    assert hub.is_temporary(ConnectionError("reset by peer"))

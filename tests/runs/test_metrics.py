@@ -131,6 +131,12 @@ def test_a_file_that_grew_by_a_terabyte_of_zeros_is_not_read_to_its_end(tmp_path
         MetricsFile(path, 10, saved_with(1, 10))
 
 
+def test_a_row_with_a_number_beyond_every_float_is_named(tmp_path):
+    path = tmp_path / METRICS
+    path.write_text(rows(1) + f'{{"step": 2, "loss": {10**400}}}\n')
+    assert "line 2: " in history(path).problems[0]
+
+
 def test_a_row_that_finds_no_room_waits_for_the_next_one_and_leaves_no_half_of_itself(tmp_path):
     path = tmp_path / METRICS
     file = MetricsFile(path, last_step=0)
