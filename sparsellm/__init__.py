@@ -10,6 +10,7 @@ from importlib import metadata
 from typing import Any
 
 from sparsellm.system.errors import SparsellmError
+from sparsellm.system.packages import needed_by
 
 __all__ = ["Generator", "SparsellmError", "__version__", "accelerate", "restore"]
 __version__: str  # the installed package's version, read on first access
@@ -21,5 +22,6 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'sparsellm' has no attribute {name!r}")
     file = "generation" if name == "Generator" else "accelerate"
-    module = importlib.import_module(f"sparsellm.inference.{file}")  # here, so that `import sparsellm` loads no torch
+    with needed_by(f"sparsellm.{name}"):
+        module = importlib.import_module(f"sparsellm.inference.{file}")  # so `import sparsellm` alone loads no torch
     return getattr(module, name)

@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from sparsellm.config.commands import COMMANDS, description
 from sparsellm.system.garbage_collection import without_garbage_collection
+from sparsellm.system.packages import PackageMissing, needed_by
 from sparsellm.system.processes import end_with_torchrun, rank_mistake
 from sparsellm.system.streams import OutputLost, outlast
 
@@ -108,19 +109,23 @@ def _interruptible(command: str, arguments: list[str], program: str) -> int:
         # During imports, SIGINT ends the process at once, because libraries turn KeyboardInterrupt into other errors.
         if heard:
             signal.signal(signal.SIGINT, end_at_once)
-        with without_garbage_collection():
-            from sparsellm.config.command import refused
+        with needed_by(program):
+            with without_garbage_collection():
+                from sparsellm.config.command import refused
 
-            if refused(command, arguments):
-                return 2
-            module = importlib.import_module(f"sparsellm.commands.{command}")
-        if heard:
-            signal.signal(signal.SIGINT, interrupt)
-            sys.unraisablehook = end_if_dropped
-        return module.main(arguments, program)
+                if refused(command, arguments):
+                    return 2
+                module = importlib.import_module(f"sparsellm.commands.{command}")
+            if heard:
+                signal.signal(signal.SIGINT, interrupt)
+                sys.unraisablehook = end_if_dropped
+            return module.main(arguments, program)
     except KeyboardInterrupt:
         say()
         return INTERRUPTED
+    except PackageMissing as missing:
+        print(f"sparsellm: {missing}", file=sys.stderr)
+        return 1
     except Exception:
         if not interrupts:
             raise

@@ -21,6 +21,7 @@ from sparsellm.policy.costs import Costs
 from sparsellm.policy.layer import SETS, Layer
 from sparsellm.policy.packaged import is_shipped
 from sparsellm.system.console import progress, warn
+from sparsellm.system.packages import PackageMissing
 
 SPARE = 1 << 30  # bytes of GPU memory left free, because not all memory is allocated through torch
 
@@ -92,7 +93,7 @@ def _measure(
     seconds = time.perf_counter() - started
     try:
         kept = f"cached in {store.keep(costs, None)}"
-    except OSError as error:
+    except (OSError, PackageMissing) as error:
         kept = f"not cached, because the cache cannot be written ({error})"
     reached = max(costs.forward)
     if reached < largest:

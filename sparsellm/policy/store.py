@@ -23,6 +23,7 @@ from sparsellm.system import locks, regular
 from sparsellm.system.console import is_main_rank, warn
 from sparsellm.system.errors import SparsellmError
 from sparsellm.system.files import read_sealed, write_sealed
+from sparsellm.system.packages import PackageMissing
 
 PATIENCE = 300  # seconds to wait for another process to measure, including compilation of Triton kernels
 
@@ -46,7 +47,7 @@ def keep(costs: Costs, sizes: Tuning | None) -> Path:
     with regular.to_write(path.with_suffix(".lock"), "w") as lock:  # two layers may be measured at the same time
         locks.take(lock)
         values = _read(path) or {"layers": {}, "block_sizes": None}
-        values["layers"][_name(costs.width, costs.neurons)] = costs.as_json()
+        values["layers"][_name(costs.width, costs.neurons)] = {**costs.as_json(), "tried": costs.tried}
         if sizes is not None:
             values["block_sizes"] = list(sizes)
         write_sealed(path, values)
@@ -101,7 +102,7 @@ def _read(path: Path) -> dict[str, Any] | None:
         values = read_sealed(path, DamagedCalibration, remedy)
         for costs in values["layers"].values():
             Costs.of_json(costs)
-    except DamagedCalibration as error:
+    except (DamagedCalibration, PackageMissing) as error:
         warn_once(str(error))
         return None
     except (KeyError, TypeError, ValueError) as error:

@@ -13,9 +13,8 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-import xxhash
-
 from sparsellm.system import locks, regular
+from sparsellm.system.packages import needed_by
 
 _SEAL = b',\n "xxh3": "'
 
@@ -119,6 +118,9 @@ def read_sealed(path: Path, error: type[Exception], remedy: str) -> dict[str, An
 
 
 def _ending(body: bytes) -> bytes:
+    # Not imported above, because models also run where only torch and transformers are installed.
+    with needed_by("a checksum"):
+        import xxhash
     return _SEAL + xxhash.xxh3_64_hexdigest(body).encode() + b'"\n}\n'
 
 
