@@ -5,7 +5,7 @@ from typing import Any
 
 from sparsellm.runs.metrics import METRICS, read
 
-TIMING = ("tokens_per_s", "mfu", "peak_memory_bytes", "data_wait_fraction")
+TIMING = ("tokens_per_s", "mfu", "mj_per_token", "peak_memory_bytes", "data_wait_fraction")
 
 
 def untimed(row: dict[str, Any]) -> dict[str, Any]:

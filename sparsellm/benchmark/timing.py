@@ -1,16 +1,14 @@
 """Time and energy per token. Candidates run in turns, so that drift affects all of them equally."""
 
-import functools
 import math
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import pynvml
 import torch
 
-from sparsellm.system.console import warn
+from sparsellm.system.energy import millijoules
 
 ROUNDS = 3  # each candidate runs for a third of its time in each round
 
@@ -81,23 +79,5 @@ def wait_for(device: torch.device) -> None:
 
 def energy_mj(device: torch.device) -> int | None:
     """Millijoules used by the GPU since its driver was loaded, read when its work is done; None without a counter."""
-    handle = energy_counter(device)
-    if handle is None:
-        return None
-    torch.cuda.synchronize(device)
-    return pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
-
-
-@functools.cache
-def energy_counter(device: torch.device) -> Any | None:
-    """NVML's handle of the GPU if it has an energy counter, otherwise None."""
-    if device.type != "cuda":
-        return None
-    try:
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-        pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
-    except pynvml.NVMLError as error:
-        warn(f"energy is not measured: {error}")
-        return None
-    return handle
+    wait_for(device)
+    return millijoules(device)

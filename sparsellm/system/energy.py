@@ -1,0 +1,49 @@
+"""The energy that a GPU uses, by NVML's counter."""
+
+import functools
+import math
+from typing import Any
+
+import pynvml
+import torch
+
+from sparsellm.system.console import is_main_rank, warn
+
+
+class EnergyMeter:
+    """Measures the energy of this rank's whole GPU from one logged step to the next, with all that runs in between."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._before: tuple[int, int] | None = None  # millijoules, tokens
+
+    def mj_per_token(self, tokens: int) -> float:
+        """Millijoules per token since the last call, after `tokens` tokens; NaN for the first call or if unknown."""
+        now, before = millijoules(self.device), self._before
+        self._before = None if now is None else (now, tokens)
+        return math.nan if now is None or before is None else (now - before[0]) / (tokens - before[1])
+
+
+def millijoules(device: torch.device) -> int | None:
+    """Energy used by the GPU since its driver was loaded, read without waiting for the GPU; None without a counter."""
+    handle = _counter(device)
+    try:
+        return None if handle is None else pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+    except pynvml.NVMLError:
+        return None
+
+
+@functools.cache
+def _counter(device: torch.device) -> Any | None:
+    """NVML's handle of the GPU if it has an energy counter, otherwise None."""
+    if device.type != "cuda":
+        return None
+    try:
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+    except pynvml.NVMLError as error:
+        if is_main_rank():
+            warn(f"energy is not measured: {error}")
+        return None
+    return handle
