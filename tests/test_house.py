@@ -19,7 +19,7 @@ CONFIG_FLOORS = [
     {"errors", "groups", "keys"},
     {"architecture"},
     {"schema"},
-    {"values"},
+    {"environment", "values"},
     {"rules", "overrides"},
     {"checkpoint_rules"},
     {"commands", "compose"},

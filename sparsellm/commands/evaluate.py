@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sparsellm.config import ConfigError, EvaluateConfig, entry_point, load
+from sparsellm.config import ConfigError, EvaluateConfig, WandbMode, entry_point, load, wandb_variables
 from sparsellm.distributed.groups import MainRankFailed, agreed
 from sparsellm.evaluation import results, tasks
 from sparsellm.evaluation.request import mistakes
@@ -58,6 +58,11 @@ def record(found: dict[str, Any]) -> None:
     try:
         with run_folder.claim(run):
             config = load(run / CONFIG)
+            variable = wandb_variables().get("wandb")
+            if variable is not None and variable.mistake is None:
+                # The environment belongs to this machine, which may be offline, and cannot ask for more than the run.
+                modes = config.logging.wandb, WandbMode[variable.value]
+                config.logging.wandb = max(modes, key=list(WandbMode).index)
             wandb = WandbRun(config, run)
             wandb.evaluation(found["step"], results.scores(found), results.record_table(found), found["tasks"])
             wandb.close(0)

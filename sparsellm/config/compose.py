@@ -3,7 +3,7 @@
 `configs/` holds defaults lists, which Hydra composes, and the values in which a choice differs from the schema's
 defaults. Typed values win; in ascending priority:
 
-    schema defaults, choices of groups, experiment, typed groups, typed keys
+    schema defaults, choices of groups, experiment, WANDB_* variables (environment.py), typed groups, typed keys
 """
 
 import re
@@ -19,6 +19,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
+from sparsellm.config.environment import wandb_variables
 from sparsellm.config.errors import ConfigError
 from sparsellm.config.groups import COMPOSITION, CONFIGS, EXPERIMENT
 from sparsellm.config.overrides import Typed, parse
@@ -101,9 +102,10 @@ def from_overrides(overrides: list[str], schema: type[Any] = Config) -> Any:
 
 def _layers(typed: Typed) -> tuple[Flat, dict[str, str | None]]:
     """The values of all layers combined, and the choice of every group. An experiment overrides other groups."""
+    variables = {f"logging.{key}": each.value for key, each in wandb_variables().items() if each.mistake is None}
     overrides = [f"~{group}" if choice is None else f"{group}={choice}" for group, choice in typed.groups.items()]
     values, chosen = _hydra(COMPOSITION, *overrides)
-    return values | _typed_values(typed), chosen
+    return values | variables | _typed_values(typed), chosen
 
 
 def typed_values(overrides: list[str]) -> Flat:

@@ -9,11 +9,13 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from sparsellm.config.architecture import FLOAT32, MOMENTS, ModelConfig, architecture_mistakes, parameters
 from sparsellm.config.keys import bound_mistakes
 from sparsellm.config.schema import (
+    LONGEST_TAG,
     MIX_PERIOD,
     Activation,
     Config,
@@ -23,6 +25,7 @@ from sparsellm.config.schema import (
     DistillConfig,
     Kernels,
     L1Schedule,
+    LoggingConfig,
     OptimizerConfig,
     Precision,
     RuntimeConfig,
@@ -61,6 +64,7 @@ def mistakes(config: Config, world_size: int | None = None) -> list[str]:
         *bound_mistakes(config),
         *architecture_mistakes(model),
         *_training_mistakes(training, model.context_length, ranks),
+        *_logging_mistakes(config.logging),
         *_optimizer_mistakes(config.optimizer, training.steps),
         *_sparsity_mistakes(sparsity, model.gated, training),
         *_distill_mistakes(config.distill),
@@ -83,6 +87,17 @@ def _training_mistakes(training: TrainingConfig, context_length: int, world_size
         )
     if batch % world_size:
         yield f"training.batch_size {batch} is not divisible by the number of ranks, {world_size}: change either"
+
+
+def _logging_mistakes(logging: LoggingConfig) -> Iterator[str]:
+    for tag in logging.wandb_tags:
+        if not 1 <= len(tag) <= LONGEST_TAG:
+            yield f"logging.wandb_tags has {tag!r}: a tag should have at least 1 and at most {LONGEST_TAG} characters"
+    if logging.tensorboard and find_spec("tensorboard") is None:
+        yield (
+            "logging.tensorboard is true, but the package tensorboard is not installed: install it with"
+            " `pip install tensorboard`, or leave the key out"
+        )
 
 
 def _optimizer_mistakes(optimizer: OptimizerConfig, steps: int) -> Iterator[str]:

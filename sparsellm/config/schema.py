@@ -14,6 +14,7 @@ KERNELS = "Sparse kernels. auto: those that this GPU can run, otherwise PyTorch;
 
 MIX_PERIOD = 10_000  # Each source of data.mix gets its exact share of every MIX_PERIOD samples.
 SHORTEST_SEQUENCE = 1  # Minimum of training.sequence_length, in tokens.
+LONGEST_TAG = 64  # Maximum number of characters of a Weights & Biases tag.
 
 
 class Activation(Enum):
@@ -230,6 +231,7 @@ class TrainingConfig:
     batch_size: int = key(512, "Sequences per optimizer step, over all ranks.", minimum=1)
     sequence_length: int = key(2_048, "Sequence length in tokens.", minimum=SHORTEST_SEQUENCE)
     seed: int = key(0, "Seed for the initial weights.", minimum=0)
+    stop_on_divergence: bool = key(False, "End the run, with a checkpoint, when its loss diverges.")
 
     @property
     def tokens_per_step(self) -> int:
@@ -276,14 +278,21 @@ class RuntimeConfig:
 
 @dataclass
 class LoggingConfig:
-    """Metrics, validation, Weights & Biases."""
+    """Metrics, validation, Weights & Biases, TensorBoard. Unless typed, wandb* keys have the values of WANDB_MODE (or
+    WANDB_DISABLED), WANDB_PROJECT, WANDB_ENTITY, WANDB_RUN_GROUP, WANDB_TAGS and WANDB_NOTES, if these are set."""
 
     every: int = key(10, "Steps between rows of metrics.jsonl, at most 10.", minimum=1, maximum=10)
     validation_every: int = key(250, "Steps between validations. 0: never.", minimum=0)
     validation_samples: int = key(256, "Held-out sequences per validation, evenly spaced over all files.", minimum=1)
     wandb: WandbMode = key(WandbMode.online, "Weights & Biases mode. online falls back to offline without a key.")
     wandb_project: str = key("sparsellm", "Weights & Biases project.")
+    wandb_entity: str | None = key(
+        None, "Weights & Biases user or team that owns the project. null: the account's default."
+    )
     wandb_group: str | None = key(None, "Weights & Biases group. null: none; a sweep sets its own name.")
+    wandb_tags: list[str] = key([], "Weights & Biases tags of the run, such as [baseline,0p5b].")
+    wandb_notes: str | None = key(None, "Weights & Biases notes: a description of the run. null: none.")
+    tensorboard: bool = key(False, "Write rows also as TensorBoard event files, to RUN/tensorboard/.")
 
 
 @dataclass

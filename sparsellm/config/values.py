@@ -15,7 +15,7 @@ from sparsellm.config.schema import Config
 
 # What may differ between two starts of the same run. Data may move, because a checksum identifies the tokens.
 FREE_GROUPS = ("runtime", "logging", "evaluation", "run")
-FREE_KEYS = ("data.path", "data.verify", "data.skip_bad_records")
+FREE_KEYS = ("data.path", "data.verify", "data.skip_bad_records", "training.stop_on_divergence")
 # Keys and groups that are newer than some runs. `fingerprint` ignores their default values, so runs keep their names.
 ADDED_KEYS = (
     "optimizer.schedule", "optimizer.decay_fraction", "data.mix", "sparsity.reinit_blend", "model.num_key_value_heads",

@@ -26,35 +26,20 @@ from sparsellm.config import (
     ModelConfig,
     SparsityConfig,
     TrainingConfig,
-    embedding_weights,
     l1_denominator,
-    parameters,
 )
 from sparsellm.model import DecoderOutput
+from sparsellm.runs.divergence import LossRange
+from sparsellm.runs.mfu import mfu, peak_flops
 from sparsellm.system import regular
 from sparsellm.system.console import warn
 from sparsellm.system.errors import SparsellmError
 from sparsellm.system.files import unused, write_whole
 
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}  # dense bfloat16, by GPU name (DESIGN §6)
-
 METRICS = "metrics.jsonl"
 NAMED = "validation_ce/"  # the key validation_ce/NAME is the held-out cross entropy of the data.mix source NAME
 LONGEST_ROW = 1 << 24  # bytes; a row of 100 layers has about 10,000. `history` stops reading at a longer line
 NAMED_PROBLEMS = 3  # most problems listed for a damaged file
-
-
-def mfu(tokens_per_s: float, model: ModelConfig, sequence_length: int, peak: float) -> float:
-    """Model FLOP utilisation (DESIGN §6), with sparse layers counted as dense. `peak`: FLOP/s of all devices."""
-    multiplied = parameters(model) - embedding_weights(model) + model.vocab_size * model.hidden_size
-    attention = model.num_layers * sequence_length * model.num_heads * model.head_width
-    return tokens_per_s * (6 * multiplied + 6 * attention) / peak
-
-
-def peak_flops(device: torch.device) -> float | None:
-    """The peak FLOP/s of `device`; None if unknown."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next((flops for gpu, flops in PEAK_FLOPS.items() if gpu in name), None)
 
 
 class StepSums:
@@ -152,6 +137,7 @@ class StepValues:
     data_wait: float  # seconds
     ce: float  # sum over all ranks' tokens, in nats
     kl: float  # sum over all ranks' tokens, in nats; 0 without a teacher
+    mj_per_token: float  # of all GPUs, since the previous logged step; NaN if unknown
     stop: bool  # some rank was asked to stop
     grad_norm: float
     skipped: int  # non-finite steps so far
@@ -172,6 +158,7 @@ def reduce_step(
     reinitialized: Tensor | None,
     optimizer_state: tuple[Tensor, Tensor, Tensor],
     stop: bool,
+    mj_per_token: float,
     known: dict[str, Any],
     clock: StepClock,
 ) -> StepReport:
@@ -179,11 +166,12 @@ def reduce_step(
 
     `optimizer_state`: (gradient norm, skipped, skipped in a row), 0-d, the same on all ranks. `silent_tokens`: int64
     [L, N], already reduced, or None without a ReLU. `reinitialized`: int64 [L], the same on all ranks, or None if
-    disabled.
+    disabled. `mj_per_token`: energy of this rank's GPU per token of the global batch.
     """
     summed = {
         "ce": sums.ce, "stop": torch.full_like(sums.ce, stop), "kl": sums.kl, "l1": sums.l1, "nnz": sums.nnz,
         "wide_segments": sums.wide_segments, "rest_calls": sums.rest_calls,
+        "mj_per_token": torch.full_like(sums.ce, mj_per_token),
     }  # fmt: skip
     if sums.kl is None:
         summed["kl"] = torch.zeros_like(sums.ce)
@@ -262,6 +250,7 @@ class Rows:
             "skipped_steps": values.skipped,
             "tokens_per_s": tokens_per_s,
             "mfu": utilisation,
+            "mj_per_token": values.mj_per_token,
             "peak_memory_bytes": values.peak_memory,
             "data_wait_fraction": values.data_wait / values.seconds,
             "wide_segments": None if values.wide_segments is None else int(sum(values.wide_segments)),
@@ -285,6 +274,22 @@ class Rows:
             **{f"{NAMED}{name}": held_out and held_out.named[name] for name in self.sources},
             "evaluation": scores,
         }
+
+
+def scalars(row: dict[str, Any]) -> dict[str, float]:
+    """The numbers of a row by name, for tools that draw one curve per name: a layer's number is KEY/LAYER."""
+    flat: dict[str, float] = {}
+    for key, value in row.items():
+        if key == "plan_per_layer":
+            flat["tile_layers"] = value.count("tile")
+        elif isinstance(value, list):
+            flat |= {f"{key}/{layer:02d}": each for layer, each in enumerate(value)}
+        elif isinstance(value, dict):  # the same names as in WandbRun.evaluation
+            named = {"step": row["step"], **value}
+            flat |= {f"{key}/{name}": each for name, each in named.items() if each is not None}
+        elif value is not None:
+            flat[key] = value
+    return flat
 
 
 def _finite_or_none(value: Any) -> Any:
@@ -332,7 +337,7 @@ KINDS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(
         (
             "loss", "ce", "val_ce", "l1", "nnz_mean", "lr", "l1_coefficient", "grad_norm", "tokens_per_s", "mfu",
-            "data_wait_fraction", "relu_share", "distill_kl",
+            "mj_per_token", "data_wait_fraction", "relu_share", "distill_kl",
         ),
         _is_number,
     ),
@@ -374,9 +379,7 @@ def history(
                 size += len(line)
                 if not line.endswith(b"\n"):  # the end of the file: a last line without a line feed was cut by a kill
                     if len(line) == LONGEST_ROW:
-                        problems.append(
-                            f"line {number}: it is longer than {LONGEST_ROW:,} bytes; later lines are not read"
-                        )
+                        problems.append(f"line {number}: it is longer than {LONGEST_ROW:,} bytes")
                     break
                 try:
                     row = _parsed(line[:-1], needed, layers)
@@ -444,7 +447,8 @@ class MetricsFile:
     """metrics.jsonl, truncated after the rows up to `last_step`: a resumed run writes the later rows again.
 
     Rows that cannot be written, because the disk is full, are kept in memory and retried with the next row. The list
-    `telling` has the rows that a model card uses; another thread may read this list.
+    `telling` has the rows that a model card uses; another thread may read this list. `loss_range` is the range of the
+    loss up to `last_step`.
     """
 
     def __init__(self, path: Path, last_step: int, saved: Saved | None = None, skip_damaged: bool = False) -> None:
@@ -479,6 +483,7 @@ class MetricsFile:
         self._file = regular.to_write(path, "r+b", buffering=0)
         self._bytes, self._digest = len(content), xxhash.xxh3_64(content)  # what was written so far
         self.telling = telling(kept)
+        self.loss_range = LossRange(kept)
         self.waiting: list[bytes] = []  # rows that could not be written yet
 
     def write(self, row: dict[str, Any]) -> None:

@@ -11,11 +11,14 @@ from sparsellm.config import Activation, Config, L1Normalization, ModelConfig, S
 from sparsellm.distributed.groups import Ranks
 from sparsellm.hf import pretrained
 from sparsellm.runs import layout
+from sparsellm.runs.divergence import LossRange
 from sparsellm.runs.layout import COMMITTED, LOSS_PLOT, PLOTS, STATE, VALUES
 from sparsellm.runs.metrics import IN_EVERY_ROW, METRICS, NAMED, Saved, history
+from sparsellm.runs.mfu import peak_flops
 from sparsellm.runs.wandb_record import sync_command
 from sparsellm.system import regular
 from sparsellm.system.files import write_whole
+from sparsellm.system.packages import needed_by
 
 
 def aligned(name: str, value: str) -> str:
@@ -29,6 +32,7 @@ def opening(config: Config, ranks: Ranks, parameters: int, engine: str, availabl
     `engine`: what computes the feedforward layers. `available`: training tokens; None for a stream.
     """
     model, training, sparsity, data = config.model, config.training, config.sparsity, config.data
+    unknown_peak = ranks.device.type == "cuda" and peak_flops(ranks.device) is None
     per_step = training.tokens_per_step
     planned = training.steps * per_step
     activation = sparsity.activation.name
@@ -51,6 +55,7 @@ def opening(config: Config, ranks: Ranks, parameters: int, engine: str, availabl
         [
             f"{config.run.name}: {training.steps:,} steps of {per_step:,} tokens, {planned:,} in all",
             aligned("device", f"{_device(ranks)}; {config.runtime.precision.name}, feedforward layers {engine}"),
+            *([aligned("MFU", "not computed, because the peak FLOP/s of this GPU is unknown")] if unknown_peak else []),
             aligned("model", f"{parameters:,} parameters, {model.num_layers} layers of {model.intermediate_size:,}"
                              f" neurons, {activation}"),
             *([] if config.distill.teacher is None else [aligned("teacher", config.distill.teacher)]),
@@ -112,6 +117,9 @@ def summary(
     if last["reinitialized_per_layer"] is not None:
         lines["reinitialized"] = f"{sum(last['reinitialized_per_layer']):,} gate rows of dead neurons"
     lines["throughput"] = f"{speed:,.0f} tokens/s (median of logged steps)"
+    if (loss_range := LossRange(rows)).exits:
+        steps = " and ".join(f"{step:,}" for step in loss_range.exits)
+        lines["diverged"] = f"at step {steps}: {loss_range if loss_range.outside else 'the loss has recovered'}"
     if last["skipped_steps"]:
         lines["skipped"] = f"{last['skipped_steps']} non-finite steps"
     lines["checkpoint"] = f"{layout.checkpoint(folder, last['step']) / 'hf'}  (for transformers)"
@@ -131,7 +139,8 @@ def finish(config: Config, folder: Path) -> str:
     if not found.rows:
         return "\n".join([f"  {folder / METRICS} has no rows; checkpoint {checkpoint}", *damage])
     try:
-        from sparsellm.runs import curves
+        with needed_by("drawing"):
+            from sparsellm.runs import curves
 
         (folder / PLOTS).mkdir(exist_ok=True)
         drawn = curves.Curves(

@@ -27,6 +27,7 @@ import shlex
 import shutil
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -36,14 +37,16 @@ from typing import Any
 
 import xxhash
 
-from sparsellm.config import Config, LoggingConfig, WandbMode, to_dict
+from sparsellm.config import Config, LoggingConfig, WandbMode, to_dict, wandb_variables
+from sparsellm.config.environment import DISABLED, VARIABLES
 from sparsellm.hf.card import without_folders
 from sparsellm.runs.checkpoint import spelled
-from sparsellm.runs.metrics import METRICS
+from sparsellm.runs.metrics import METRICS, scalars
 from sparsellm.system import regular
 from sparsellm.system.console import warn
 from sparsellm.system.errors import one_line
 from sparsellm.system.files import write_whole
+from sparsellm.system.packages import PackageMissing, needed_by
 
 FOLDER = "wandb"  # in the run's folder
 HEADER_BYTES = 7  # size of a .wandb file's header
@@ -60,11 +63,6 @@ SETTINGS: dict[str, Any] = {
     "host": "",
     "disable_git": True,
 }
-MODES = {
-    "online": WandbMode.online, "run": WandbMode.online, "shared": WandbMode.online, "offline": WandbMode.offline,
-    "dryrun": WandbMode.offline, "disabled": WandbMode.disabled,
-}  # fmt: skip
-LEAST_FIRST = (WandbMode.disabled, WandbMode.offline, WandbMode.online)
 FATAL = b'"level":"ERROR+4"'  # in wandb's log of a run: wandb has given up uploading rows
 
 
@@ -80,11 +78,11 @@ class WandbRun:
         self._lacking = False  # whether lost rows were reported
         self._bytes = 0  # size of the record when last checked
         self._waiting_since: float | None = None  # time of the first row logged since the size changed
-        mode, why = chosen_mode(config.logging.wandb)
-        self.status = mode.name + why
+        mode = config.logging.wandb
+        self.status = mode.name
         if mode != WandbMode.disabled:
             self.status = self._start(mode, partial(_init, config.logging, config.run.name, to_dict(config), folder))
-            self.status += why
+        self.status += _environments_part(config.logging)
 
     def _start(self, mode: WandbMode, begin: Callable[[str], Any]) -> str:
         """Start the record with `begin(mode)`. Returns where the record is, or why there is none.
@@ -105,13 +103,15 @@ class WandbRun:
         for attempt, bare in attempts:
             try:
                 with _environment(bare), _quiet_logging():
-                    import wandb
-
+                    with needed_by("the record"):
+                        import wandb
                     if attempt == "online" and not wandb.login(prompt=False, verify=False):
                         why = ": there is no key (set WANDB_API_KEY, or run `wandb login`)"
                         continue
                     self._run = begin(attempt)
                 return self._run.url or attempt + why
+            except PackageMissing as error:
+                return f"not recorded: {error}"
             except Exception as error:
                 failed = (
                     "online failed" if attempt == "online" else "it failed with wandb's variables in the environment"
@@ -125,20 +125,15 @@ class WandbRun:
     def write(self, row: dict[str, Any]) -> None:
         if self._run is None:
             return
-        flat = {}
-        for key, value in row.items():
-            if key == "plan_per_layer":
-                flat["tile_layers"] = value.count("tile")
-            elif isinstance(value, list):
-                flat |= {f"{key}/{layer:02d}": v for layer, v in enumerate(value)}
-            elif isinstance(value, dict):  # the same keys as in the method `evaluation`
-                named = {"step": row["step"], **value}
-                flat |= {f"{key}/{name}": v for name, v in named.items() if v is not None}
-            elif value is not None:
-                flat[key] = value
         self._look_for_growth()
         # Pass the step: a resumed offline run would count from 0 again.
-        self._attempt(lambda: self._run.log(flat, step=row["step"]))
+        self._attempt(lambda: self._run.log(scalars(row), step=row["step"]))
+
+    def alert(self, title: str, text: str) -> None:
+        """Send an alert, by which Weights & Biases notifies the run's owner."""
+        if self._run is None:
+            return
+        self._attempt(lambda: self._run.alert(title, text, level="ERROR"))
 
     def figures(self, step: int, files: list[Path]) -> None:
         """Add figures of the run after `step`, by file name."""
@@ -234,25 +229,19 @@ class WandbRun:
             warn(f"{record}: wandb failed ({one_line(why)}). {kept}")
 
 
-def chosen_mode(asked: WandbMode) -> tuple[WandbMode, str]:
-    """Where rows are recorded, and why, if environment and configuration differ.
-
-    The environment belongs to the machine, which may have no internet access. So of environment and configuration, the
-    one that asks for less wins.
-    """
-    variable, value = "WANDB_MODE", os.environ.get("WANDB_MODE", "")
-    if os.environ.get("WANDB_DISABLED", "").lower() in ("1", "true", "yes", "on"):
-        variable, value = "WANDB_DISABLED", os.environ["WANDB_DISABLED"]
-    if not value:
-        return asked, ""
-    found = WandbMode.disabled if variable == "WANDB_DISABLED" else MODES.get(value.lower())
-    if found is None:
-        return asked, f"; {variable}={value} is ignored: it should be online, offline or disabled"
-    if LEAST_FIRST.index(found) < LEAST_FIRST.index(asked):
-        return found, f": {variable}={value} in the environment asks for less than logging.wandb={asked.name}"
-    if found != asked:
-        return asked, f": logging.wandb={asked.name} asks for less than {variable}={value} in the environment"
-    return asked, ""
+def _environments_part(logging: LoggingConfig) -> str:
+    """Which of wandb's variables in the environment were obeyed, and why the others were not, for `status`."""
+    obeyed, rest = [], ""
+    for key, (name, text, value, mistake) in wandb_variables().items():
+        shown = f"{name}={textwrap.shorten(text, 60, placeholder='...')}"
+        chosen = to_dict(logging)[key]
+        if mistake is not None:
+            rest += f"; {shown} is ignored: it should be {mistake}"
+        elif chosen == value:
+            obeyed.append(shown)
+        else:
+            rest += f"; logging.{key}={'null' if chosen is None else chosen} wins over {shown} in the environment"
+    return (f"; {', '.join(obeyed)} in the environment" if obeyed else "") + rest
 
 
 def _init(logging: LoggingConfig, name: str | None, values: dict[str, Any], folder: Path, mode: Any) -> Any:
@@ -267,7 +256,8 @@ def _init(logging: LoggingConfig, name: str | None, values: dict[str, Any], fold
     given = {key: value for key, value in SETTINGS.items() if f"WANDB_{key.upper()}" not in os.environ}
     try:
         return wandb.init(
-            project=logging.wandb_project, group=logging.wandb_group, name=name, id=record,
+            entity=logging.wandb_entity, project=logging.wandb_project, group=logging.wandb_group, name=name,
+            tags=logging.wandb_tags or None, notes=logging.wandb_notes, id=record,
             resume="allow", config=without_folders(values), mode=mode, settings=wandb.Settings(**given),
             # wandb's writing process may belong to a parent with another working directory (WANDB_SERVICE).
             dir=folder.absolute(),
@@ -282,10 +272,10 @@ def _init(logging: LoggingConfig, name: str | None, values: dict[str, Any], fold
 
 @contextmanager
 def _environment(bare: bool) -> Iterator[None]:
-    """Hide WANDB_MODE, which `chosen_mode` has read; with `bare`, hide all of wandb's variables except those that
-    WandbRun sets."""
-    kept = ("WANDB_SILENT", "WANDB_ERROR_REPORTING")
-    hidden = {k: v for k, v in os.environ.items() if k.startswith("WANDB_") and (bare or k == "WANDB_MODE")}
+    """Hide the variables that config/environment.py has read; with `bare`, hide all of wandb's variables except those
+    that WandbRun sets."""
+    kept, read = ("WANDB_SILENT", "WANDB_ERROR_REPORTING"), (*VARIABLES.values(), DISABLED)
+    hidden = {k: v for k, v in os.environ.items() if k.startswith("WANDB_") and (bare or k in read)}
     hidden = {k: v for k, v in hidden.items() if k not in kept}
     for key in hidden:
         del os.environ[key]

@@ -4,7 +4,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from sparsellm.config import quoted
+from sparsellm.config import quoted, wandb_variables
 from sparsellm.sweep.plan import Point, Sweep
 
 GROUP = "logging.wandb_group"
@@ -12,7 +12,8 @@ SAVING = 180  # seconds before the time limit at which SLURM signals, so that a 
 
 
 def train(sweep: Sweep, point: Point) -> list[str]:
-    grouped = any(override.startswith(f"{GROUP}=") for override in point.overrides)
+    typed = any(override.startswith(f"{GROUP}=") for override in point.overrides)
+    grouped = typed or "wandb_group" in wandb_variables()  # a run reads WANDB_RUN_GROUP itself
     return _launch(sweep, "train", [*point.overrides, *([] if grouped else [f"{GROUP}={sweep.name}"])])
 
 

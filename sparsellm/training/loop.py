@@ -16,6 +16,7 @@ once after the first steps, to estimate the remaining time (`Progress.step`).
 
 import json
 import math
+import shlex
 import signal
 from collections.abc import Iterator
 from contextlib import closing
@@ -38,11 +39,14 @@ from sparsellm.model.dtypes import DTYPES
 from sparsellm.ops import backend
 from sparsellm.runs import layout, metrics, report
 from sparsellm.runs.checkpoint import CheckpointError, Checkpoints
+from sparsellm.runs.divergence import LossRange
 from sparsellm.runs.layout import CHECKPOINTS, PLOTS, STATE, VALUES, WAITING_ROW
 from sparsellm.runs.metrics import HeldOut, MetricsError, StepClock, StepReport, StepSums, StepValues
 from sparsellm.runs.retention import Retention, last_common_step
+from sparsellm.runs.tensorboard_record import TensorboardRun
 from sparsellm.runs.wandb_record import WandbRun
 from sparsellm.system.console import warn
+from sparsellm.system.energy import EnergyMeter
 from sparsellm.system.errors import SparsellmError, one_line
 from sparsellm.training import sharding, warm_start
 from sparsellm.training.distillation import Teacher
@@ -61,7 +65,7 @@ SAMPLE_PROMPT = "The"
 
 
 class TrainingDiverged(SparsellmError, RuntimeError):
-    """Too many consecutive steps had a non-finite gradient."""
+    """Too many consecutive steps had a non-finite gradient, or training.stop_on_divergence has ended the run before."""
 
 
 def not_finite(values: StepValues) -> tuple[str, str]:
@@ -130,6 +134,9 @@ class Trainer:
         self.card_rows: list[dict[str, Any]] = []  # rows for the model card of the checkpoint being written
         self.resumed: dict[str, Any] = {}  # values of the checkpoint from which the run resumes
         self.log: RunLog | None = None  # on the main rank, after `_open_log`
+        self.energy = EnergyMeter(device)
+        self.loss_range = LossRange()
+        self.diverged = False  # whether training.stop_on_divergence ends the run
         self.reported: StepReport | None = None  # the last logged step, until `_read` reads its numbers
         # The row of a step that is not scored yet: on the main rank, and after a resume on all ranks.
         self.row: dict[str, Any] | None = None
@@ -145,7 +152,8 @@ class Trainer:
         return self.step * self.config.training.tokens_per_step
 
     def fit(self) -> int:
-        """Train from the newest checkpoint to the end, or until asked to stop. Returns 0, or 128 + signal.
+        """Train from the newest checkpoint to the end, or until asked to stop. Returns 0, 128 + signal, or 1 for a run
+        that training.stop_on_divergence ends.
 
         Raises TrainingDiverged, CheckpointError, MetricsError, MicroBatchError, and ConfigError for an initial model or
         a teacher that cannot be read or has changed.
@@ -163,7 +171,7 @@ class Trainer:
             )
             self.micro_batch.teacher_bytes = self.teacher.bytes
         self.micro_batch.choose()
-        on_main(self.ranks, self._open_log)
+        self.loss_range = on_main(self.ranks, self._open_log)
         first = self.step
         with StopRequest() as stop:
             try:
@@ -179,7 +187,8 @@ class Trainer:
                     self.log.progress.close()
                 self.checkpoints.wait()  # finish the save in progress, whatever ends the run
             # Without a signal on this rank, another rank was signalled.
-            exit_code = 0 if self.step >= self.config.training.steps else 128 + (stop.signal or signal.SIGTERM)
+            signalled = 128 + (stop.signal or signal.SIGTERM)
+            exit_code = 0 if self.step >= self.config.training.steps else 1 if self.diverged else signalled
             if self.log is not None:
                 self._finish(self.log, exit_code)
             dist.barrier()  # torchrun ends all ranks once one has left, and the main rank may still draw figures
@@ -284,7 +293,8 @@ class Trainer:
         return metrics.reduce_step(
             sums, None if sums.fired is None else self.silent.reduced(), self.config.sparsity.dead_after_tokens,
             None if self.reinitialization is None else self.reinitialization.count,
-            (norm, self.optimizer.skipped, self.optimizer.skipped_in_row), stop, known, clock,
+            (norm, self.optimizer.skipped, self.optimizer.skipped_in_row), stop,
+            self.energy.mj_per_token(self.tokens), known, clock,
         )  # fmt: skip
 
     def _evaluation(self) -> LiveEvaluation | None:
@@ -297,19 +307,28 @@ class Trainer:
         if self.reported is None:
             return False
         values, self.reported = self.reported.read(), None
-        diverged = values.skipped_in_row >= self.config.runtime.max_skipped_steps
+        lost = values.skipped_in_row >= self.config.runtime.max_skipped_steps
         if self.log is not None:
             self.row = self.log.rows.row(values)
-            if whole or diverged:
+            if whole or lost:
                 self._put_row(self.log)
-        if diverged:
+        if lost:
             what, remedy = not_finite(values)
             raise TrainingDiverged(
                 f"{values.skipped_in_row} consecutive steps, up to step {values.known['step']}, were skipped because"
                 f" {what} is not finite: {remedy}, and choose another run.name. The checkpoints in"
                 f" {self.folder / CHECKPOINTS} are older and intact"
             )
-        return values.stop
+        return self._judge(values) or values.stop
+
+    def _judge(self, values: StepValues) -> bool:
+        """Whether a loss that leaves its range ends the run. Every rank has the same numbers, so all decide alike."""
+        known, ce = values.known, values.ce / self.config.training.tokens_per_step
+        if self.loss_range.add(known["step"], ce if math.isfinite(ce) else None, known["relu_share"]):
+            self.diverged |= self.config.training.stop_on_divergence
+            if self.log is not None:
+                self.log.diverges(self.loss_range, self.diverged)
+        return self.diverged
 
     def _score(self) -> None:
         """Run the validation and evaluation due at this step, and write the row with their results. Collective.
@@ -426,8 +445,11 @@ class Trainer:
         text = card.text(self.config, step, self.card_rows, self.data.training_tokens)
         (folder / "README.md").write_text(text, encoding="utf-8")
 
-    def _open_log(self) -> None:
-        """Open the logs and print an overview, on the main rank. Raises MetricsError if rows are damaged."""
+    def _open_log(self) -> LossRange:
+        """Open the logs and print an overview, on the main rank. Returns the range of the loss so far.
+
+        Raises MetricsError if rows are damaged, and TrainingDiverged for a run that training.stop_on_divergence ended.
+        """
         config, parameters = self.config, sum(p.numel() for p in self.decoder.parameters())
         rows = metrics.Rows(
             config.model, config.training, config.sparsity, config.distill, config.data.mix_names,
@@ -436,7 +458,16 @@ class Trainer:
         saved = metrics.Saved(**self.resumed["metrics"]) if self.resumed else None
         written = self.step if self.row is None else self.step - 1
         file = metrics.MetricsFile(self.folder / metrics.METRICS, written, saved, config.run.skip_damaged)
+        if self.row is not None:
+            file.loss_range.add(self.row["step"], self.row["ce"], self.row.get("relu_share"))
+        if config.training.stop_on_divergence and file.loss_range.outside:
+            raise TrainingDiverged(
+                f"{config.run.name} diverged at step {file.loss_range.exits[-1]:,}: {file.loss_range}. To continue from"
+                f" step {self.step:,} anyway, add training.stop_on_divergence=false; otherwise choose another run.name"
+                " and a lower optimizer.learning_rate"
+            )
         wandb = WandbRun(config, self.folder)
+        tensorboard = TensorboardRun(self.folder, written) if config.logging.tensorboard else None
         engine = "in PyTorch" if self.plans is None else f"on {backend.NAMES[backend.loaded() or 'cuda']}"
         if self.plans is not None and config.sparsity.relu_tokens:
             engine += f", in PyTorch up to token {config.sparsity.relu_tokens:,}"
@@ -444,17 +475,24 @@ class Trainer:
         print(report.aligned("micro-batch", str(self.micro_batch)))
         if self.plans is not None and (chosen_by := self.plans.chosen_by()) is not None:
             print(report.aligned("engines", chosen_by))
+        if tensorboard is not None:
+            print(report.aligned("TensorBoard", f"tensorboard --logdir {shlex.quote(str(tensorboard.folder))}"))
         print(report.aligned("Weights & Biases", wandb.status), flush=True)
         progress = Progress(self.folder.name, self.step, config.training.steps, config.training.tokens_per_step)
-        self.log = RunLog(rows, file, wandb, progress)
+        self.log = RunLog(rows, file, wandb, tensorboard, progress)
+        return file.loss_range
 
     def _finish(self, log: RunLog, exit_code: int) -> None:
         log.metrics.close()
+        if log.tensorboard is not None:
+            log.tensorboard.close()
         name, summary = self.config.run.name, report.finish(self.config, self.folder)
         if exit_code:
             log.wandb.close(exit_code)
             change = f" with run.name={name} and without run.restart" if self.config.run.restart else ""
             stopped = f"{name}: stopped after step {self.step:,}; to resume, run the same command{change}"
+            if self.diverged:
+                stopped = f"{name}: ended after step {self.step:,}, because its loss diverges"
             print("\n".join([stopped, *report.to_upload(self.folder)]))
             return
         print(f"\n{summary}", flush=True)

@@ -1,11 +1,13 @@
-"""Writes the rows of a run, on its main rank: to metrics.jsonl, to Weights & Biases and to the terminal."""
+"""Writes the rows of a run, on its main rank: to metrics.jsonl, Weights & Biases, TensorBoard and the terminal."""
 
 import shutil
 from collections.abc import Callable
 from typing import Any
 
 from sparsellm.runs.checkpoint import spelled
+from sparsellm.runs.divergence import LossRange
 from sparsellm.runs.metrics import MetricsFile, Rows
+from sparsellm.runs.tensorboard_record import TensorboardRun
 from sparsellm.runs.wandb_record import WandbRun
 from sparsellm.system.console import say, warn
 from sparsellm.training.progress import Progress
@@ -14,8 +16,11 @@ from sparsellm.training.progress import Progress
 class RunLog:
     """Writes rows to all outputs, and reports failures."""
 
-    def __init__(self, rows: Rows, metrics: MetricsFile, wandb: WandbRun, progress: Progress) -> None:
-        self.rows, self.metrics, self.wandb, self.progress = rows, metrics, wandb, progress
+    def __init__(
+        self, rows: Rows, metrics: MetricsFile, wandb: WandbRun, tensorboard: TensorboardRun | None, progress: Progress
+    ) -> None:
+        self.rows, self.metrics, self.progress = rows, metrics, progress
+        self.wandb, self.tensorboard = wandb, tensorboard
         self._warned_of: str | None = None  # the last failed save that a warning has reported
 
     def write(self, row: dict[str, Any], give_back: Callable[[], None]) -> None:
@@ -34,7 +39,18 @@ class RunLog:
                     " rows are kept in memory until the next checkpoint; the run ends there if the disk is still full"
                 )
         self.wandb.write(row)
+        if self.tensorboard is not None:
+            self.tensorboard.write(row)
         self.progress.row(row)
+
+    def diverges(self, loss_range: LossRange, ends: bool) -> None:
+        """Report that the loss has left its range. `ends`: whether that ends the run."""
+        text = f"the loss diverges at step {loss_range.exits[-1]:,}: {loss_range}"
+        self.wandb.alert("The loss diverges", text)
+        what_now = "The run ends with a checkpoint"
+        if not ends:
+            what_now = "Training continues; training.stop_on_divergence=true would end it"
+        warn(f"{text}. {what_now}. In another run, lower optimizer.learning_rate")
 
     def unwritten(self, step: int) -> str | None:
         """Sync all rows to disk. If that fails, returns the error that ends the run at `step`."""

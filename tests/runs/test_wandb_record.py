@@ -15,7 +15,7 @@ import wandb_server
 from PIL import Image
 from small_run import small_config, small_trainer
 
-from sparsellm.config import WandbMode
+from sparsellm.config import from_overrides
 from sparsellm.runs import wandb_record
 from sparsellm.runs.wandb_record import WandbRun, record_id, sync_command
 
@@ -43,10 +43,15 @@ def started(monkeypatch):
     return settings
 
 
-def test_runs_of_a_sweep_are_a_group(tmp_path, started):
-    for group in ("null", "smoke-1a2b3c4d"):
-        WandbRun(small_config("logging=offline", f"logging.wandb_group={group}"), tmp_path)
-    assert [values["group"] for values in started] == [None, "smoke-1a2b3c4d"]
+def test_a_record_has_what_the_keys_of_wandb_say(tmp_path, started):
+    WandbRun(small_config("logging=offline"), tmp_path)
+    keys = ["entity=lab", "project=p", "group=smoke-1a2b3c4d", "tags=[a,b]", "notes=a first try"]
+    WandbRun(small_config("logging=offline", *(f"logging.wandb_{key}" for key in keys)), tmp_path)
+    names = ("entity", "project", "group", "tags", "notes")
+    assert [tuple(values[name] for name in names) for values in started] == [
+        (None, "sparsellm", None, None, None),
+        ("lab", "p", "smoke-1a2b3c4d", ["a", "b"], "a first try"),
+    ]
 
 
 @pytest.fixture
@@ -169,52 +174,75 @@ def test_without_wandb_a_run_has_no_record_and_says_so(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     monkeypatch.setitem(sys.modules, "wandb", None)
     run = WandbRun(small_config("logging.wandb=online"), tmp_path)
-    assert run.status.startswith("not recorded: ModuleNotFoundError: ")
+    assert run.status == (
+        "not recorded: the record needs the package wandb, which is not installed: install it with `pip install wandb`"
+    )
     log(run, 1)
     run.close(0)
 
 
 @pytest.mark.parametrize(
-    ("asked", "environment", "mode", "said"),
+    ("typed", "environment", "status"),
     [
-        ("online", {}, "online", ""),
-        ("online", {"WANDB_MODE": "online"}, "online", ""),
-        ("online", {"WANDB_MODE": "offline"}, "offline", "WANDB_MODE=offline in the environment asks for less than"),
-        ("online", {"WANDB_MODE": "dryrun"}, "offline", "WANDB_MODE=dryrun in the environment"),
-        ("offline", {"WANDB_MODE": "disabled"}, "disabled", "WANDB_MODE=disabled in the environment"),
-        ("online", {"WANDB_DISABLED": "true"}, "disabled", "WANDB_DISABLED=true in the environment"),
-        ("online", {"WANDB_DISABLED": "false"}, "online", ""),
-        ("offline", {"WANDB_MODE": "online"}, "offline", "logging.wandb=offline asks for less than WANDB_MODE=online"),
-        ("online", {"WANDB_MODE": "foo"}, "online", "; WANDB_MODE=foo is ignored: it should be online, offline or"),
+        ([], {"WANDB_MODE": "disabled"}, "disabled; WANDB_MODE=disabled in the environment"),
+        ([], {"WANDB_MODE": "foo"}, "offline; WANDB_MODE=foo is ignored: it should be online, offline or disabled"),
+        (
+            ["logging=disabled"],
+            {"WANDB_MODE": "online", "WANDB_TAGS": "a,b", "WANDB_DISABLED": "false"},
+            "disabled; WANDB_TAGS=a,b in the environment; logging.wandb=disabled wins over WANDB_MODE=online in the"
+            " environment",
+        ),
+        (
+            ["logging.wandb_entity=null", "logging.wandb_project=mine"],
+            {"WANDB_ENTITY": "lab", "WANDB_PROJECT": "mine", "WANDB_NOTES": "x" * 99},
+            "offline; WANDB_PROJECT=mine, WANDB_NOTES=... in the environment; logging.wandb_entity=null wins over"
+            " WANDB_ENTITY=lab in the environment",
+        ),
     ],
 )
-def test_of_the_environment_and_the_configuration_the_one_that_asks_for_less_wins(
-    monkeypatch, asked, environment, mode, said
+def test_the_line_at_the_start_says_which_of_environment_and_keys_won(
+    tmp_path, monkeypatch, started, typed, environment, status
 ):
-    for name in ("WANDB_MODE", "WANDB_DISABLED"):
-        monkeypatch.delenv(name, raising=False)
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    found, why = wandb_record.chosen_mode(WandbMode[asked])
-    assert found.name == mode
-    assert said in why
-    assert bool(why) == bool(said)
+    assert WandbRun(from_overrides(["experiment=smoke", *typed]), tmp_path).status == status
 
 
-def test_an_environment_that_says_offline_is_asked_of_no_server_and_an_unknown_mode_is_not_wandbs(real, monkeypatch):
+def test_wandb_sees_no_variable_that_a_typed_key_overrides_and_an_unknown_mode_is_not_wandbs(real, monkeypatch):
     with wandb_server.serving() as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
-        monkeypatch.setenv("WANDB_MODE", "offline")
-        run = WandbRun(small_config("logging.wandb=online"), real)
+        monkeypatch.setenv("WANDB_MODE", "online")
+        monkeypatch.setenv("WANDB_ENTITY", "lab")
+        run = WandbRun(small_config("logging.wandb=offline", "logging.wandb_entity=null"), real)
         log(run, 1)
+        assert run._run.entity != "lab"
         run.close(0)
         assert server.requests == []
-    assert run.status.startswith("offline: WANDB_MODE=offline")
-    assert os.environ["WANDB_MODE"] == "offline"
+    assert run.status.startswith("offline; logging.wandb=offline wins over WANDB_MODE=online")
+    assert os.environ["WANDB_MODE"] == "online"
     monkeypatch.setenv("WANDB_MODE", "foo")
-    run = WandbRun(small_config("logging.wandb=offline"), real)
+    run = WandbRun(small_config("logging.wandb=offline", "logging.wandb_entity=null"), real)
     run.close(0)
     assert run.status.startswith("offline; WANDB_MODE=foo is ignored")
+
+
+def test_an_alert_is_part_of_the_record_and_no_call_is_deprecated(real, capsys):
+    Image.new("RGB", (4, 3)).save(real / "loss.png")
+    run = WandbRun(small_config("logging=offline", "logging.wandb_tags=[tagged]"), real)
+    log(run, 1)
+    run.alert("The loss diverges", "the cross entropy is 382")
+    run.figures(1, [real / "loss.png"])
+    scores = {"score": 0.5, "stderr": 0.1, "metric": "acc", "rows": 4}
+    run.evaluation(1, {"evaluation/piqa": 0.5}, "evaluation/table", {"piqa": scores})
+    assert run._run._telemetry_obj.deprecated.ListFields() == []
+    run.close(0)
+    (file,) = (real / "wandb").glob("*run-*/*.wandb")
+    content = file.read_bytes()
+    assert b"the cross entropy is 382" in content
+    assert b"tagged" in content
+    assert capsys.readouterr().err == ""
 
 
 def test_a_record_names_no_host_no_command_line_and_no_folders(real, monkeypatch):

@@ -30,8 +30,8 @@ from sparsellm.training.optimizer import learning_rate
 SMALL_RUN = Path(__file__).parents[1] / "small_run.py"
 ROWS = {
     "step", "tokens", "loss", "ce", "l1", "nnz_mean", "nnz_per_layer", "dead_per_layer", "lr", "l1_coefficient",
-    "grad_norm", "tokens_per_s", "mfu", "peak_memory_bytes", "data_wait_fraction", "wide_segments", "rest_calls",
-    "plan_per_layer", "micro_batch_size",
+    "grad_norm", "tokens_per_s", "mfu", "mj_per_token", "peak_memory_bytes", "data_wait_fraction", "wide_segments",
+    "rest_calls", "plan_per_layer", "micro_batch_size",
     "ffn_saved_bytes", "val_ce", "val_tokens", "evaluation", "reinitialized_per_layer", "skipped_steps",
 }  # fmt: skip
 

@@ -1,0 +1,50 @@
+"""Environment variables of Weights & Biases, which set keys of the group `logging` unless these keys are typed."""
+
+import os
+from typing import Any, NamedTuple
+
+from sparsellm.config.schema import LONGEST_TAG, WandbMode
+
+# The variable of each key of `logging`. WANDB_DISABLED=true overrides WANDB_MODE.
+VARIABLES = {
+    "wandb": "WANDB_MODE", "wandb_project": "WANDB_PROJECT", "wandb_entity": "WANDB_ENTITY",
+    "wandb_group": "WANDB_RUN_GROUP", "wandb_tags": "WANDB_TAGS", "wandb_notes": "WANDB_NOTES",
+}  # fmt: skip
+DISABLED = "WANDB_DISABLED"
+MODES = {
+    "online": WandbMode.online, "run": WandbMode.online, "shared": WandbMode.online, "offline": WandbMode.offline,
+    "dryrun": WandbMode.offline, "disabled": WandbMode.disabled,
+}  # fmt: skip
+
+
+class Variable(NamedTuple):
+    """A variable that is set."""
+
+    name: str
+    text: str
+    value: Any  # plain value for its key
+    mistake: str | None = None  # what the text should be, if it is not valid; such a variable is ignored
+
+
+def wandb_variables() -> dict[str, Variable]:
+    """The variables that are set, by the key of `logging` that each one sets."""
+    found = {}
+    for key, name in VARIABLES.items():
+        if text := os.environ.get(name, "").strip():
+            found[key] = _variable(key, name, text)
+    if (text := os.environ.get(DISABLED, "")).lower() in ("1", "true", "yes", "on"):
+        found["wandb"] = Variable(DISABLED, text, WandbMode.disabled.name)
+    return found
+
+
+def _variable(key: str, name: str, text: str) -> Variable:
+    if key == "wandb":
+        mode = MODES.get(text.lower())
+        return Variable(name, text, mode and mode.name, None if mode else "online, offline or disabled")
+    if "${" in text:
+        return Variable(name, text, None, "text without interpolations")
+    if key != "wandb_tags":
+        return Variable(name, text, text)
+    tags = [tag.strip() for tag in text.split(",") if tag.strip()]
+    mistake = f"tags of at most {LONGEST_TAG} characters" if max(map(len, tags), default=0) > LONGEST_TAG else None
+    return Variable(name, text, tags, mistake)

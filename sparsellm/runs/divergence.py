@@ -1,0 +1,69 @@
+"""Notices a run whose loss diverges, from the cross entropy of its logged steps.
+
+The cross entropy is smoothed by the median of the last SPAN steps, which short spikes do not change. A loss diverges
+when the median is more than NATS, and more than DEVIATIONS typical deviations, above the best median so far. The L1
+loss is left out, because its schedule may make it rise.
+"""
+
+from collections.abc import Iterable
+from itertools import pairwise
+from statistics import median
+from typing import Any, NamedTuple
+
+SPAN = 100  # steps that the median covers
+LEAST = 5  # rows in a median that is judged
+NATS = 1.0  # a dense model that becomes sparse, or restarts with a warm-up, loses up to 0.4 (docs/results)
+DEVIATIONS = 10  # a loss over few tokens per step is noisy, so its range is wider
+
+
+class Best(NamedTuple):
+    """The best smoothed cross entropy."""
+
+    step: int
+    ce: float
+    deviation: float  # of the change from one row to the next: its median distance from the median change
+
+
+class LossRange:
+    """The range of the loss after `rows` of metrics.jsonl; `add` continues it with further steps."""
+
+    def __init__(self, rows: Iterable[dict[str, Any]] = ()) -> None:
+        self.recent: list[tuple[int, float]] = []  # step and cross entropy of the rows of the last SPAN steps
+        self.best: Best | None = None
+        self.ce: float | None = None  # smoothed
+        self.exits: list[int] = []  # steps at which the loss left its range
+        self.outside = False
+        for row in rows:
+            self.add(row["step"], row.get("ce"), row.get("relu_share"))
+
+    def add(self, step: int, ce: float | None, relu_share: float | None = None) -> bool:
+        """Add a logged step. Returns whether the loss has left its range with this step.
+
+        Two kinds of steps are left out: those whose cross entropy is not finite (None), because the optimizer skipped
+        them, and those that anneal SiLU to ReLU (`relu_share` below 1), because annealing raises a good model's loss.
+        """
+        if ce is None or (relu_share is not None and relu_share < 1):
+            return False
+        self.recent = [each for each in self.recent if each[0] > step - SPAN] + [(step, ce)]
+        values = [value for _, value in self.recent]
+        self.ce = median(values)
+        if self.best is None:
+            self.best = Best(step, ce, 0.0)
+        if len(values) < LEAST:
+            return False
+        if self.ce < self.best.ce:
+            changes = [after - before for before, after in pairwise(values)]
+            trend = median(changes)
+            self.best = Best(step, self.ce, median(abs(change - trend) for change in changes))
+        inside = self.ce <= self.best.ce + max(NATS, DEVIATIONS * self.best.deviation)
+        leaves, self.outside = not (inside or self.outside), not inside
+        if leaves:
+            self.exits.append(step)
+        return leaves
+
+    def __str__(self) -> str:
+        """Where the loss is, compared with its best."""
+        if self.best is None or self.ce is None:
+            return "there is no cross entropy yet"
+        rise = f"{self.ce - self.best.ce:,.3f} above its best at step {self.best.step:,}"
+        return f"the cross entropy is {self.ce:,.3f} (median of {SPAN} steps), {rise}"

@@ -1,0 +1,41 @@
+"""A run's rows as TensorBoard event files, in the run's folder: `tensorboard --logdir runs` shows all runs."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sparsellm.runs.metrics import METRICS, scalars
+from sparsellm.system.console import warn
+from sparsellm.system.packages import needed_by
+
+FOLDER = "tensorboard"  # in the run's folder
+
+
+class TensorboardRun:
+    """Event files for the rows after step `begin`, instead of the later rows that an earlier start may have written."""
+
+    def __init__(self, folder: Path, begin: int) -> None:
+        self.folder = folder / FOLDER
+        self._writer: Any = None
+        self._lacking = False  # whether a row could not be written; later rows are not tried
+        self._attempt(lambda: self._open(begin))
+
+    def _open(self, begin: int) -> None:
+        with needed_by("logging.tensorboard=true"):
+            from torch.utils.tensorboard import SummaryWriter
+        self._writer = SummaryWriter(str(self.folder), purge_step=begin + 1)
+
+    def write(self, row: dict[str, Any]) -> None:
+        self._attempt(lambda: [self._writer.add_scalar(key, value, row["step"]) for key, value in scalars(row).items()])
+
+    def close(self) -> None:
+        self._attempt(lambda: self._writer.close())
+
+    def _attempt(self, work: Callable[[], object]) -> None:
+        if self._lacking:
+            return
+        try:
+            work()
+        except OSError as error:
+            self._lacking = True
+            warn(f"the TensorBoard files in {self.folder} are missing rows ({error}); {METRICS} has them all")
