@@ -1,6 +1,7 @@
 # make train      sets up .venv, then trains the tiny sparse model on the embedded corpus (CPU or GPU)
 # make test       sets up, then runs the tests that need no GPU, with up to four workers (ARGS="-n 0": one process)
 # make test-fast  runs the tests of `make test` that neither compile, kill nor train for long
+# make test-all   runs the tests of `make test`, and compiles the Triton kernels for every supported GPU
 # make test-gpu   runs tests/gpu, on a Hopper GPU
 # make attack     attacks for ATTACK_MINUTES=30: kills, hangs, damaged files, full disks, bad configurations and models
 # make check      runs ruff and mypy
@@ -33,7 +34,7 @@ INSTALL = $(RUN) -m pip install --quiet --disable-pip-version-check --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 endif
 
-.PHONY: setup train test test-fast test-gpu attack check docs nvcc kernels wheel
+.PHONY: setup train test test-fast test-all test-gpu attack check docs nvcc kernels wheel
 
 setup: $(TOOLS)
 
@@ -54,12 +55,17 @@ train: $(READY)
 	$(RUN) -m sparsellm.train experiment=smoke $(ARGS)
 
 # Several processes share the cores, so each computes on one thread.
-test test-fast attack: export OMP_NUM_THREADS ?= 1
+test test-fast test-all attack: export OMP_NUM_THREADS ?= 1
+# In the order of tests/conftest.py, which starts with the slow files.
+PYTEST = $(RUN) -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 test: $(TOOLS)
-	$(RUN) -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
+	$(PYTEST) $(ARGS)
 
 test-fast: $(TOOLS)
-	$(RUN) -m pytest --numprocesses $(WORKERS) --dist loadfile -m 'not gpu and not slow' $(ARGS)
+	$(PYTEST) -m 'not gpu and not slow' $(ARGS)
+
+test-all: $(TOOLS)
+	$(PYTEST) -m 'not gpu' $(ARGS)
 
 test-gpu: $(TOOLS)
 	$(RUN) -m pytest -m gpu tests/gpu $(ARGS)

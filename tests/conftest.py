@@ -1,7 +1,16 @@
 """Makes processes that tests start in any folder import this checkout, installed or not."""
 
 import os
+from collections import Counter
 from pathlib import Path
+
+import pytest
 
 _paths = [str(Path(__file__).parents[1]), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
 os.environ["PYTHONPATH"] = os.pathsep.join(str(Path(path).resolve()) for path in _paths)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Start with the files that have most slow tests, so that parallel workers end at about the same time."""
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -slow[item.path])

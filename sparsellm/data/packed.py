@@ -7,7 +7,7 @@ number of ranks nor on how a rank cuts its share. The position is therefore one 
 
 import atexit
 import mmap
-import multiprocessing
+import multiprocessing.connection
 import signal
 import sys
 import threading
@@ -94,12 +94,14 @@ def _items(iterator: Iterator[Any], loader: DataLoader) -> Iterator[Any]:
         except DataError as error:  # from a worker: torch prepends its traceback to the message
             name = f"{DataError.__module__}.{DataError.__name__}: "
             raise DataError(str(error).rpartition(name)[2].strip()) from error
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, OSError, EOFError) as error:
             if "Too many open files" in str(error):
                 raise DataError(
                     "the data workers failed (too many open files): raise the limit of open files (`ulimit -n`), or"
                     f" lower runtime.data_workers ({loader.num_workers} now), and run the same command again to resume"
                 ) from error
+            # The connection to a worker that was killed fails before the worker counts as ended.
+            multiprocessing.connection.wait([worker.sentinel for worker in workers], timeout=2)
             if ended := [worker for worker in workers if worker.exitcode is not None]:
                 raise DataError(_why_ended(ended[0], loader.num_workers)) from error
             raise

@@ -391,7 +391,7 @@ def _writing(folder: Path, limit: int | None, made: list[Path]) -> Iterator[None
     try:
         yield
     except OSError as error:
-        progress = read(folder, "progress.json")
+        progress = read(folder, "progress.json") or read(folder)
         tokens = progress.train.tokens if progress is not None else 0
         done = "prepare again"
         if (folder / "manifest.json").exists() or (progress is not None and progress.tokens > 0):

@@ -138,9 +138,13 @@ def with_sources_of_now(data: DataConfig, folder: Path, manifest: Manifest) -> M
     if current in other:
         print(f"sparsellm: removed the tokens of {current}, which is read again", flush=True)
         manifest = _before_the_file(folder, manifest, current)
-    gone = sum(file not in now for file in list(before)[: manifest.position["file"]])
-    position = {**manifest.position, "file": manifest.position["file"] - gone}
-    return replace(manifest, source_files=now, position=position)
+
+    def among_current(position: dict[str, Any]) -> dict[str, Any]:
+        gone = sum(file not in now for file in list(before)[: position["file"]])
+        return {**position, "file": position["file"] - gone}
+
+    begun = manifest.begun and {**manifest.begun, "position": among_current(manifest.begun["position"])}
+    return replace(manifest, source_files=now, position=among_current(manifest.position), begun=begun)
 
 
 def _kept(manifest: Manifest) -> list[str]:

@@ -37,7 +37,8 @@ from sparsellm.data.packed import Batch, outlive_stop_signals, permutation, star
 from sparsellm.system.console import warn
 
 GROUP_BLOCKS = 1024
-FILES_AT_ONCE = 16  # read for the held-out sequences
+FILES_AT_ONCE = 16  # opened together for the held-out sequences
+MOST_FILES = 256  # that give held-out sequences, because opening a hub file takes about a second
 _REMEDY = (
     "prepare the tokens first (`python -m sparsellm.prepare_data` with data.streaming=false): then the end of the text"
     " is held out if there are too few documents"
@@ -73,21 +74,27 @@ class TokenStream:
             )
 
     def validation(self, samples: int) -> torch.Tensor:
-        """`samples` held-out blocks, or all if there are fewer: int64 [V, T + 1]. Every file gives a share in
-        proportion to its size, from its first documents, so the blocks are the same on every rank and in every run.
-        Raises DataError if there are none, unless nothing is to be held out."""
-        length, names = self.sequence_length, list(self.files)
+        """`samples` held-out blocks, or all if there are fewer: int64 [V, T + 1].
+
+        Every file, or each of MOST_FILES evenly spaced ones, gives a share in proportion to its size (equal shares for
+        hub files, whose sizes are unknown) from its first documents. The blocks are thus the same on every rank and in
+        every run. Raises DataError if there are none, unless nothing is to be held out."""
+        length, others = self.sequence_length, list(self.files)
         if self.validation_fraction == 0:
             return torch.empty(0, length + 1, dtype=torch.int64)
-        wanted, sizes = samples * length + 1, list(accumulate(size or 1 for size in self.files.values()))
+        names = others[:: -(-len(others) // MOST_FILES)]
+        wanted, sizes = samples * length + 1, list(accumulate(self.files[name] or 1 for name in names))
         ends = [wanted * size // sizes[-1] for size in sizes]
         shares = [end - start for start, end in pairwise([0, *ends])]
         read = partial(self._held_out, self._vocabulary(), Lock())
-        with ThreadPoolExecutor(FILES_AT_ONCE) as threads:  # opening a hub file takes about a second
+        with ThreadPoolExecutor(FILES_AT_ONCE) as threads:
             found = list(threads.map(read, names, shares))
         for i, name in enumerate(names):
             if len(found[i]) >= shares[i] and (missing := wanted - sum(map(len, found))) > 0:  # not read to its end
                 found[i] = read(name, len(found[i]) + missing)
+        for name in sorted({*others} - {*names}):
+            if (missing := wanted - sum(map(len, found))) > 0:
+                found.append(read(name, missing))
         tokens = np.concatenate(found)
         if len(tokens) <= length:
             raise DataError(

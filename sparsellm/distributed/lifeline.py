@@ -157,18 +157,21 @@ class Lifeline:
 
     def _admit(self, connection: socket.socket, launch: str) -> None:
         """Keep the connection if it comes from a rank of this launch; otherwise close it."""
+        rank = -1
         with suppress(OSError):  # the rank will retry
             connection.settimeout(HANDSHAKE)
             lines = connection.makefile("r", encoding="utf-8", errors="replace")
             said, _, who = lines.readline().strip().partition(" ")
-            rank = int(who.split()[1]) if said == launch else -1
-            if rank not in self._others and 0 < rank < self.world_size:
+            claimed = int(who.split()[1]) if said == launch else -1
+            if claimed not in self._others and 0 < claimed < self.world_size:
                 connection.sendall(f"{launch} {self.me}\n".encode())
-                self._keep(rank, connection, lines, who)
-                if self._lost is not None:
-                    self._tell(f"{GONE} {self._lost}")
-                return
-        connection.close()
+                rank = claimed
+        if rank < 0:
+            connection.close()
+            return
+        self._keep(rank, connection, lines, who)
+        if self._lost is not None:
+            self._tell(f"{GONE} {self._lost}")
 
     def _connect(self, store: dist.Store, address: str) -> str:
         deadline = time.monotonic() + ARRIVAL

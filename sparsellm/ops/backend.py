@@ -74,10 +74,11 @@ def loaded() -> str | None:
 def check(kernels: str) -> None:
     """Raise KernelsUnavailable if `load(kernels)` would, as far as can be known without loading anything."""
     if (of_this_machine() if kernels == "auto" else kernels) == "cuda":
-        return build.check()
-    from sparsellm.ops.triton import device
+        build.check()
+    else:
+        from sparsellm.ops.triton import device
 
-    return device.check()
+        device.check()
 
 
 def driver() -> ModuleType | None:

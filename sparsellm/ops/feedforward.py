@@ -152,15 +152,18 @@ def check(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, cast: 
             refuse(f"{name}.device", weight.device, f"{device}, the device of x")
 
 
+def save_inputs_and_planes(ctx: Any, inputs: tuple, output: tuple) -> None:
+    """Save the inputs, and the outputs after (y, l1, nnz, fired), for backward."""
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs, *output[4:])
+
+
 class _Traced(torch.autograd.Function):
     """The traced reference: (x, w_gate or None, w_up, w_down) -> (y, l1, nnz, fired, *planes)."""
 
     forward = staticmethod(reference.forward)
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs, *output[4:])
+    setup_context = staticmethod(save_inputs_and_planes)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dl1: Tensor | None, *of_others: Tensor | None) -> tuple:

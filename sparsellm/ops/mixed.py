@@ -14,7 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsellm.ops.feedforward import FeedForwardOutput, check, first_order, in_autocast, uncounted
+from sparsellm.ops.feedforward import (
+    FeedForwardOutput,
+    check,
+    first_order,
+    in_autocast,
+    save_inputs_and_planes,
+    uncounted,
+)
 from sparsellm.ops.reference import accumulator, statistics
 
 
@@ -46,10 +53,7 @@ class _Mixed(torch.autograd.Function):
         h = _gate(z, mix) * u
         return (h @ w_down.T, *statistics(h, z > 0), z, u)
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs, *output[4:])
+    setup_context = staticmethod(save_inputs_and_planes)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dl1: Tensor | None, *of_others: Tensor | None) -> tuple:

@@ -133,7 +133,7 @@ class Costs(LayerCosts):
             name: {str(tokens): {engine.name: list(cost) for engine, cost in by.items()} for tokens, by in of.items()}
             for name, of in (("forward", self.forward), ("training", self.training))
         }
-        return {"kernels": self.kernels, "width": self.width, "neurons": self.neurons, **sizes}
+        return {"kernels": self.kernels, "width": self.width, "neurons": self.neurons, "tried": self.tried, **sizes}
 
     @classmethod
     def of_json(cls, values: dict[str, Any]) -> "Costs":

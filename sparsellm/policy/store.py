@@ -47,7 +47,7 @@ def keep(costs: Costs, sizes: Tuning | None) -> Path:
     with regular.to_write(path.with_suffix(".lock"), "w") as lock:  # two layers may be measured at the same time
         locks.take(lock)
         values = _read(path) or {"layers": {}, "block_sizes": None}
-        values["layers"][_name(costs.width, costs.neurons)] = {**costs.as_json(), "tried": costs.tried}
+        values["layers"][_name(costs.width, costs.neurons)] = costs.as_json()
         if sizes is not None:
             values["block_sizes"] = list(sizes)
         write_sealed(path, values)

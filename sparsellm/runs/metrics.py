@@ -379,7 +379,9 @@ def history(
                 size += len(line)
                 if not line.endswith(b"\n"):  # the end of the file: a last line without a line feed was cut by a kill
                     if len(line) == LONGEST_ROW:
-                        problems.append(f"line {number}: it is longer than {LONGEST_ROW:,} bytes")
+                        problems.append(
+                            f"line {number}: it is longer than {LONGEST_ROW:,} bytes; later lines are not read"
+                        )
                     break
                 try:
                     row = _parsed(line[:-1], needed, layers)

@@ -1,5 +1,7 @@
 """Which steps of a run are saved, which checkpoints are kept, and how many exist at once."""
 
+from collections import deque
+
 from sparsellm.config import OptimizerConfig, RunConfig, Schedule, SparsityConfig, TrainingConfig, decay_start
 
 
@@ -34,22 +36,34 @@ class Retention:
 
     def for_good(self, steps: list[int]) -> set[int]:
         """The permanent checkpoints among `steps` (ascending)."""
-        found: dict[int, int] = {}  # the first checkpoint of each keep_every steps
-        if self.run.keep_every:
-            for step in steps:
+        return {*self._firsts(steps).values(), *self._common(steps)}
+
+    def _firsts(self, steps: list[int]) -> dict[int, int]:
+        """The first of `steps` in each interval of keep_every steps, by the interval's number from 1."""
+        found: dict[int, int] = {}
+        for step in steps:
+            if self.run.keep_every and step >= self.run.keep_every:
                 found.setdefault(step // self.run.keep_every, step)
-            found.pop(0, None)  # checkpoints before step keep_every are not permanent
-        return {*found.values(), *[step for step in steps if step <= self.last_common][-1:]}
+        return found
+
+    def _common(self, steps: list[int]) -> list[int]:
+        """The last of `steps` from which the run can be extended; empty if there is none."""
+        return [step for step in steps if step <= self.last_common][-1:]
 
     def most_at_once(self, there: list[int]) -> int:
         """The largest number of checkpoints that will exist at once, including the one being written.
 
         `there`: the steps of existing checkpoints, ascending.
         """
-        last, most = max(there, default=0), len(there)
+        last, most, existing = max(there, default=0), len(there), len(there)
+        newest, firsts, common = deque(there, self.run.keep_checkpoints), self._firsts(there), self._common(there)
+        permanent, every = set(firsts.values()), self.run.keep_every
         due = {self.last_common, self.steps}.union(*(range(0, self.steps, every) for every in self._intervals))
         for step in sorted(step for step in due if step > last):
-            there = [*there, step]
-            most = max(most, len(there))
-            there = sorted({*there[-self.run.keep_checkpoints :], *self.for_good(there)})
+            most = max(most, existing + 1)
+            newest.append(step)
+            common = self._common([*common, step])
+            if every and step >= every and firsts.setdefault(step // every, step) == step:
+                permanent.add(step)
+            existing = len(permanent) + len({*newest, *common} - permanent)
         return most

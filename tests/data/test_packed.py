@@ -4,6 +4,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from whole_config import prepare
 from sparsellm.config import Config
 from sparsellm.data import DataError
 from sparsellm.data import packed as packed_tokens
-from sparsellm.data.packed import PackedTokens, permutation, shuffle, started
+from sparsellm.data.packed import PackedTokens, _items, permutation, shuffle, started
 
 
 @pytest.fixture
@@ -212,6 +213,21 @@ def test_workers_that_cannot_start_are_an_error_and_leave_none_behind(
         next(replace(packed, workers=4).batches(None))
     assert not multiprocessing.active_children()
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_worker_is_named_though_its_connection_fails_before_it_has_ended() -> None:
+    worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    worker.start()
+
+    class Iterator:
+        _workers = (worker,)
+
+        def __next__(self) -> None:
+            threading.Timer(0.2, worker.kill).start()
+            raise ConnectionResetError(104, "Connection reset by peer")
+
+    with pytest.raises(DataError, match="was killed, perhaps by the system for lack of memory"):
+        next(_items(Iterator(), DataLoader([0])))
 
 
 @pytest.mark.slow

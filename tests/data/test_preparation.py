@@ -406,6 +406,19 @@ def test_files_without_documents_are_counted_also_after_a_stop(
     assert prepare(make_config(config.data.files, path=str(tmp_path / "direct"))).empty_files == 4
 
 
+def test_a_disk_that_is_full_before_a_folder_grows_leaves_its_tokens_to_go_on_from(
+    make_config: MakeConfig, parquet: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = prepare(make_config(parquet, max_tokens=5_000))
+
+    def full(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(DataError, match=f"it continues after the {before.train.tokens:,} training tokens"):
+        prepare(make_config(parquet, max_tokens=12_000))
+
+
 @pytest.mark.parametrize("fatal", [1, 2, 3, 5, 9, 14, 20, 40])
 def test_a_full_disk_is_one_sentence_and_the_same_call_goes_on(
     make_config: MakeConfig, parquet: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fatal: int

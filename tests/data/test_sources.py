@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from sparsellm.config import Config
 from sparsellm.data import DataError, corpus, preparation, token_files
 from sparsellm.data.checksums import VERIFIED
 from sparsellm.data.manifest import read, verify
+from sparsellm.data.sources import with_sources_of_now
 from sparsellm.distributed.groups import process_group
 
 MakeConfig = Callable[..., Config]
@@ -229,6 +231,19 @@ def test_a_file_that_cannot_be_read_to_its_end_may_be_mended_or_left_out(
     verify(manifest, Path(failed.data.path))
     assert "changed or disappeared: the preparation continues" in capsys.readouterr().out
     assert mistakes(failed) == []
+
+
+def test_a_file_that_gave_nothing_may_go_before_the_one_being_read(failed: Config, files: list[Path]) -> None:
+    folder = Path(failed.data.path)
+    progress = read(folder, "progress.json")
+    current = str(files[1])
+    progress = replace(progress, taken={current: progress.taken[current]})
+    progress.begun["position"] = {**progress.position, "document": 0}
+    files[0].unlink()
+    failed.data.files = [str(file) for file in files[1:]]
+    now = with_sources_of_now(failed.data, folder, progress)
+    for position in (now.position, now.begun["position"]):
+        assert list(now.source_files)[position["file"]] == current
 
 
 def test_a_file_that_was_read_to_its_end_may_not_change_and_none_may_come(failed: Config, files: list[Path]) -> None:

@@ -137,6 +137,20 @@ def test_validation_sequences_come_from_all_files(stream: TokenStream, texts: li
         assert min(counts) > 0
 
 
+def test_a_stream_of_many_files_opens_only_some_for_validation(
+    stream: TokenStream, monkeypatch: pytest.MonkeyPatch, texts: list[str]
+) -> None:
+    opened, reading = [], corpus.read
+    monkeypatch.setattr("sparsellm.data.stream.MOST_FILES", 2)
+    monkeypatch.setattr(
+        corpus, "read", lambda names, *given, **named: opened.extend(names) or reading(names, *given, **named)
+    )
+    assert len(stream.validation(4)) == 4
+    assert sorted(opened) == sorted(list(stream.files)[::3])
+    of_all = len(held_out_blocks(stream, texts))
+    assert len(stream.validation(10**6)) == of_all
+
+
 def test_a_file_with_little_held_out_text_hands_its_validation_sequences_on(
     stream: TokenStream, tmp_path: Path
 ) -> None:

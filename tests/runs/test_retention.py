@@ -47,3 +47,7 @@ def test_the_most_checkpoints_at_once_are_those_that_a_run_has(wsd):
         for last, then in states:
             most = max((count for step, count in counts if step > last), default=len(then))
             assert rule.most_at_once(then) == max(most, len(then)), (every, keep, keep_every, last, then)
+
+
+def test_a_run_that_keeps_every_checkpoint_is_counted_as_well():
+    assert retention(300_000, 1, 2, 1, True).most_at_once([]) == 300_000

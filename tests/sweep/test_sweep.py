@@ -164,21 +164,26 @@ def test_a_run_that_fails_is_reported_and_the_others_go_on(sweep, tmp_path):
     assert starts(tmp_path) == [*NAMES, NAMES[1]]
 
 
-@pytest.mark.parametrize("row", [b"x{]\n", b"\n", b"\0\0\n", b"\xff\n", b'{"ce": 1}\n'])
-def test_a_run_whose_rows_are_damaged_ends_nothing_but_its_own_numbers(sweep, tmp_path, row):
+@pytest.mark.parametrize("damaged", [(b"x{]\n", b"\0\0\n"), (b"\n", b"\xff\n", b'{"ce": 1}\n')])
+def test_a_run_whose_rows_are_damaged_ends_nothing_but_its_own_numbers(sweep, tmp_path, damaged):
     assert sweep(*SMALL, COEFFICIENTS)[0] == 0
-    whole, path = rows(tmp_path), tmp_path / "runs" / NAMES[1] / "metrics.jsonl"
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join([*lines[:2], row, *lines[2:]]))
+    whole, paths = rows(tmp_path), [tmp_path / "runs" / name / "metrics.jsonl" for name in NAMES]
+    lines = [path.read_bytes().splitlines(keepends=True) for path in paths]
+    for path, (first, second, *others), row in zip(paths, lines, damaged, strict=False):
+        path.write_bytes(b"".join([first, second, row, *others]))
     code, _, errors = sweep(*SMALL, COEFFICIENTS)
     assert code == 0
-    assert f"{NAMES[1]}/metrics.jsonl is damaged: line 3: " in errors
-    assert rows(tmp_path) == whole  # the last row is whole
-    path.write_bytes(b"".join([*lines[:-1], row]))
+    assert [f"{name}/metrics.jsonl is damaged: line 3: " in errors for name in NAMES] == [
+        i < len(damaged) for i in range(3)
+    ]
+    assert rows(tmp_path) == whole  # the last rows are whole
+    for path, (*others, _), row in zip(paths, lines, damaged, strict=False):
+        path.write_bytes(b"".join([*others, row]))
     code, _, errors = sweep(*SMALL, COEFFICIENTS)
     assert code == 0
-    assert f"{NAMES[1]}/metrics.jsonl has no row for the last step: its numbers are left out" in errors
-    assert [row["ce"] != "" for row in rows(tmp_path)] == [True, False, True]
+    for name, row, there in zip(NAMES, rows(tmp_path), [i >= len(damaged) for i in range(3)], strict=True):
+        said = f"{name}/metrics.jsonl has no row for the last step: its numbers are left out"
+        assert (row["ce"] != "", said in errors) == (there, not there)
 
 
 def test_a_run_whose_last_checkpoint_is_damaged_is_not_taken_for_finished(sweep, tmp_path):
