@@ -21,7 +21,7 @@ CONFIG_FLOORS = [
     {"schema"},
     {"environment", "values"},
     {"rules", "overrides"},
-    {"checkpoint_rules"},
+    {"checkpoint_rules", "yaml_files"},
     {"commands", "compose"},
     {"command", "help"},
     {"__init__"},

@@ -11,6 +11,7 @@ from sparsellm.config.architecture import *
 from sparsellm.config.checkpoint_rules import *
 from sparsellm.config.environment import wandb_variables
 from sparsellm.config.errors import ConfigError
+from sparsellm.config.groups import CONFIG, CONFIG_DIR
 from sparsellm.config.rules import *
 from sparsellm.config.schema import *
 from sparsellm.config.values import definition, fingerprint, from_dict, to_dict

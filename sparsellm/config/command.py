@@ -42,20 +42,20 @@ def entry_point(
         def command(arguments: list[str], program: str) -> int:
             try:
                 show = CFG in arguments
-                typed = _without_cfg(arguments) if show else arguments
-                composed = composition(typed, schema)
+                composed = composition(_without_cfg(arguments) if show else arguments, schema)
+                config, typed = composed.config, composed.overrides
                 if show or composed.mistakes or check is None:
-                    found = looked_at(lambda: adopt(composed.config, typed) or values(composed.config))
+                    found = looked_at(lambda: adopt(config, typed) or values(config))
                 else:
-                    found = looked_at(lambda: check(composed.config, typed))
+                    found = looked_at(lambda: check(config, typed))
                 if found := composed.mistakes + found:
                     raise ConfigError(list(dict.fromkeys(found)))
                 for note in composed.notes:
                     _warn(note)
                 if show:
-                    print(as_yaml(composed.config), end="")
+                    print(as_yaml(config), end="")
                     return 0
-                return main(composed.config)
+                return main(config)
             except ConfigError as error:
                 _warn(str(error))
                 return 2
@@ -76,7 +76,8 @@ def refused(name: str, arguments: list[str]) -> bool:
     try:
         if record.mistakes is None:
             request = sweep_request(arguments)
-            found = composition([text for texts in request.axes.values() for text in texts]).mistakes
+            texts = [text for texts in request.axes.values() for text in texts]
+            found = composition([*request.options.texts, *texts]).mistakes
             found += [f"evaluate: {m}" for m in composition(request.evaluate, EvaluateConfig).mistakes]
         else:
             values, composed = record.mistakes, composition(arguments, cast(type[Any], record.schema))

@@ -1,43 +1,54 @@
 """Composes configurations from command lines and reads them from files.
 
 `configs/` holds defaults lists, which Hydra composes, and the values in which a choice differs from the schema's
-defaults. Typed values win; in ascending priority:
+defaults; --config-dir adds a folder with more choices. Typed values win; in ascending priority:
 
-    schema defaults, choices of groups, experiment, WANDB_* variables (environment.py), typed groups, typed keys
+    schema defaults, choices of groups, experiment, config.yaml of a run, WANDB_* variables (environment.py), groups and
+    keys of another file of --config, typed groups, typed keys
 """
 
 import re
-from dataclasses import dataclass
+import warnings
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from os.path import expanduser
 from pathlib import Path
-from typing import Any, Generic, NoReturn, TypeVar, cast, overload
+from typing import Any, Generic, TypeVar, cast, overload
 
-import xxhash
-import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from sparsellm.config.environment import wandb_variables
 from sparsellm.config.errors import ConfigError
-from sparsellm.config.groups import COMPOSITION, CONFIGS, EXPERIMENT
-from sparsellm.config.overrides import Typed, parse
-from sparsellm.config.schema import Config, Source
-from sparsellm.config.values import build, definition, fingerprint, flat, from_dict, nested, to_dict
-from sparsellm.system import regular
+from sparsellm.config.groups import COMPOSITION, CONFIG, CONFIGS, EXPERIMENT, choices
+from sparsellm.config.overrides import Options, Typed, accept, parse, quoted, split
+from sparsellm.config.schema import CalibrateConfig, Config, DataConfig, RunConfig, Source
+from sparsellm.config.values import (
+    build,
+    definition,
+    fingerprint,
+    flat,
+    flat_types,
+    from_dict,
+    nested,
+    to_dict,
+    unknown_key,
+)
+from sparsellm.config.yaml_files import Start, choice_mistakes, folder_mistakes, read, seal, start
 from sparsellm.system.files import write_whole
 
 AnyConfig = TypeVar("AnyConfig")  # the configuration of a command
 Flat = dict[str, Any]  # group.key -> plain value
 
-LARGEST, DEEPEST = 1_000_000, 16  # limits of a config.yaml: characters, and nesting depth
-SEAL = "# checksum xxh3_64 "  # the first line of a config.yaml starts with SEAL
 WARMUP = "optimizer.warmup_steps"
 WARMUP_SHARE = 10  # unless typed, the warm-up takes at most 1 / WARMUP_SHARE of the steps
 NAME_PARTS = 40  # maximum characters of the differences from the experiment in a run's name
 
-ConfigStore.instance().store(name=f"{COMPOSITION}_schema", node=Config)
+# Plain values, because the values of one's own files are converted and checked like typed ones, not by OmegaConf.
+ConfigStore.instance().store(name=f"{COMPOSITION}_schema", node=to_dict(Config()))
 
 
 @dataclass(frozen=True)
@@ -48,6 +59,7 @@ class Composition(Generic[AnyConfig]):
     mistakes: list[str]  # refused overrides, each with its remedy
     notes: list[str]  # values that are neither typed nor defaults, and why
     choices: dict[str, str | None]  # choice of every group; None for experiment=null
+    overrides: list[str]  # the command line, with each option as one text: --OPTION=VALUE
 
     @property
     def experiment(self) -> str | None:
@@ -63,25 +75,64 @@ def composition(overrides: list[str], schema: type[AnyConfig]) -> Composition[An
 
 
 def composition(overrides: list[str], schema: type[Any] = Config) -> Composition[Any]:
-    """Compose `schema` from the overrides of a command line."""
-    typed = parse(overrides, schema)
+    """Compose `schema` from the overrides and options of a command line."""
+    line = _Line.of(overrides, schema)
+    typed, begins = line.typed, line.start
     if schema is not Config:
-        return Composition(build(schema, typed.keys), typed.mistakes, [], {})
-    values, chosen = _layers(typed)
-    notes = [] if WARMUP in typed.keys else _cap_warmup(values)
+        keys = begins.keys | typed.keys
+        if schema is CalibrateConfig and line.options.folders:
+            keys["model"] = [_layer(name, line.options) for name in keys.get("model", [])]
+        return Composition(build(schema, keys), line.mistakes, [], {}, line.overrides)
+    values, chosen = line.layers(typed)
+    # A run's config.yaml has a warm-up whether or not it was typed, so another number of steps may shorten it.
+    other_steps = begins.saved and values["training.steps"] != begins.keys.get("training.steps")
+    fixed = WARMUP in typed.keys or (WARMUP in begins.keys and not other_steps)
+    notes = [] if fixed else _cap_warmup(values)
     config = build(Config, nested(values))
-    if config.data.path is None:
-        config.data.path = f"data/{config.data.name}"
-    # Shells do not expand the "~" in run.root=~/runs, and a folder named "~" is dangerous: `rm -r ~` removes the home.
-    config.data.path = expanduser(config.data.path)  # noqa: PTH111 (Path's raises for unknown users)
-    config.run.root = expanduser(config.run.root)  # noqa: PTH111
-    data = config.data
-    if data.tokenizer is None and "data.tokenizer" not in typed.keys and data.source != Source.stdlib_docs:
-        data.tokenizer = config.init_from  # the model understands only the tokens of its own tokenizer
+    complete(config.data, config.run, config.init_from, "data.tokenizer" in begins.keys | typed.keys)
     if config.run.name is None:
-        values, marked = definition(config), fingerprint(config)
-        config.run.name = _run_name(values, marked, typed, chosen.get(EXPERIMENT), capped=bool(notes))
-    return Composition(config, typed.mistakes, notes, chosen)
+        marked = fingerprint(config)
+        if marked == begins.fingerprint:
+            config.run.name = begins.run
+        else:
+            config.run.name = line.run_name(definition(config), marked, chosen.get(EXPERIMENT), capped=bool(notes))
+            if begins.run is not None:
+                notes.append(f"this is another run than {begins.run}, so run.name is {config.run.name}")
+    return Composition(config, line.mistakes, notes, chosen, line.overrides)
+
+
+def complete(data: DataConfig, run: RunConfig, init_from: str | None, tokenizer_typed: bool = False) -> None:
+    """Fill in, in place, the values that follow from others, except the run's name."""
+    # Shells do not expand the "~" in run.root=~/runs, and a folder named "~" is dangerous: `rm -r ~` removes the home.
+    data.path = expanduser(data.path or f"data/{data.name}")  # noqa: PTH111 (Path's raises for unknown users)
+    run.root = expanduser(run.root)  # noqa: PTH111
+    if data.tokenizer is None and not tokenizer_typed and data.source != Source.stdlib_docs:
+        data.tokenizer = init_from  # the model understands only the tokens of its own tokenizer
+
+
+def from_values(values: Flat, schema: type[AnyConfig]) -> AnyConfig:
+    """`schema` with `values`, each converted and checked like a typed one. Raises ConfigError with every mistake."""
+    return cast(AnyConfig, build(schema, nested(_accepted(values, schema))))
+
+
+def _accepted(values: Flat, schema: type[Any]) -> Flat:
+    typed, kinds = Typed(), flat_types(schema)
+    for name, value in values.items():
+        if name in kinds:
+            accept(typed, name, str(value) if isinstance(value, Path) else value, str(value), kinds[name])
+        else:
+            typed.mistakes.append(unknown_key(name, schema))
+    if typed.mistakes:
+        raise ConfigError(typed.mistakes)
+    return typed.keys
+
+
+def _layer(name: str, options: Options) -> str:
+    """A layer of `calibrate`: K x N for a choice of the group `model` in the folder of --config-dir."""
+    if name in choices("model") or name not in choices("model", options.folders):
+        return name
+    model = from_overrides([*options.texts, f"model={name}"]).model
+    return f"{model.hidden_size}x{model.intermediate_size}"
 
 
 @overload
@@ -100,35 +151,108 @@ def from_overrides(overrides: list[str], schema: type[Any] = Config) -> Any:
     return composed.config
 
 
-def _layers(typed: Typed) -> tuple[Flat, dict[str, str | None]]:
-    """The values of all layers combined, and the choice of every group. An experiment overrides other groups."""
-    variables = {f"logging.{key}": each.value for key, each in wandb_variables().items() if each.mistake is None}
-    overrides = [f"~{group}" if choice is None else f"{group}={choice}" for group, choice in typed.groups.items()]
-    values, chosen = _hydra(COMPOSITION, *overrides)
-    return values | variables | _typed_values(typed), chosen
+@dataclass(frozen=True)
+class _Line:
+    """A parsed command line, with the file from which it starts."""
+
+    options: Options
+    start: Start  # without keys if there is no --config
+    typed: Typed
+    mistakes: list[str]
+    overrides: list[str]  # as in Composition
+
+    @classmethod
+    def of(cls, overrides: list[str], schema: type = Config) -> "_Line":
+        options, texts, found = split(overrides)
+        for folder in options.folders:
+            found += folder_mistakes(folder)
+        options = replace(options, folders=tuple(folder for folder in options.folders if folder.is_dir()))
+        begins = Start() if options.config is None else start(options.config, schema, options.folders)
+        typed = parse(texts, schema, options.folders)
+        found += begins.mistakes + typed.mistakes
+        for each in (begins, typed):
+            for group, choice in list(each.groups.items()):
+                if choice is not None and (wrong := choice_mistakes(group, choice, options.folders)):
+                    found += wrong
+                    del each.groups[group]
+        if begins.saved and (choice := typed.groups.pop(EXPERIMENT, None)) is not None:
+            found.append(
+                f"{EXPERIMENT}={choice} with {CONFIG}={options.config}, which has a value for every key of an"
+                " experiment: leave out one of them"
+            )
+        return cls(options, begins, typed, found, [*options.texts, *texts])
+
+    def layers(self, typed: Typed) -> tuple[Flat, dict[str, str | None]]:
+        """The values of all layers combined with those of `typed`, and the choice of every group. An experiment
+        overrides other groups."""
+        groups = self.start.groups | typed.groups
+        if self.start.saved:
+            groups[EXPERIMENT] = None
+        overrides = [f"~{group}" if choice is None else f"{group}={quoted(choice)}" for group, choice in groups.items()]
+        values, chosen = self.hydra(COMPOSITION, *overrides)
+        variables = {f"logging.{key}": each.value for key, each in wandb_variables().items() if each.mistake is None}
+        if self.start.saved:  # keys that are newer than the run have their defaults
+            return flat(to_dict(Config())) | self.start.keys | variables | self.values(typed), chosen
+        return values | variables | self.values(self.start) | self.values(typed), chosen
+
+    def values(self, typed: Typed) -> Flat:
+        """The values that `typed` sets itself, by groups (except the experiment) and by keys."""
+        values: Flat = {}
+        for group, choice in typed.groups.items():
+            if group != EXPERIMENT and choice is not None:
+                values |= self.hydra(f"{group}/{choice}")[0]
+        return values | typed.keys
+
+    def hydra(self, name: str, *overrides: str) -> tuple[Flat, dict[str, str | None]]:
+        """The values of the file `name` of a configuration folder with its defaults list, and the choice of every
+        group. Raises ConfigError for files in --config-dir that Hydra refuses."""
+        # Hydra finds the file itself in the first folder only, and what the file is based on in all of them.
+        own = [folder for folder in self.options.folders if (folder / f"{name}.yaml").is_file()]
+        if not own and (name != COMPOSITION or not self.options.folders):
+            return _shipped(name, *overrides)
+        first, *others = dict.fromkeys((*own, CONFIGS, *self.options.folders))
+        path = ",".join(quoted(f"file://{folder.absolute()}") for folder in others)
+        try:
+            return _hydra(name, f"hydra.searchpath=[{path}]", *overrides, first=first)
+        except (HydraException, OmegaConfBaseException) as error:
+            raise ConfigError([f"{self.options.texts[-1]}: {' '.join(str(error).split())}"]) from error
+
+    def run_name(self, values: Flat, fingerprint: str, experiment: str | None, capped: bool) -> str:
+        """A name such as EXPERIMENT-relu-steps_800-3f2a91c0: the differences from the experiment, or from the file of
+        --config, and `fingerprint`."""
+        alone, with_groups = (
+            definition(build(Config, nested(self.layers(Typed(groups))[0])))
+            for groups in ({EXPERIMENT: experiment}, self.typed.groups)
+        )
+        groups, keys = [], []
+        for key, value in values.items():
+            group, _, last = key.partition(".")
+            if value == alone[key] or (capped and key == WARMUP):
+                continue
+            if group in self.typed.groups and value == with_groups[key]:
+                groups.append(str(self.typed.groups[group]))
+            else:
+                keys.append((last or group, value))
+        return _joined(self.start.title or experiment, groups, keys, fingerprint)
 
 
 def typed_values(overrides: list[str]) -> Flat:
-    """The values that a command line sets itself, by groups (except the experiment) and by keys."""
-    return _typed_values(parse(overrides))
+    """The values that a person wrote, on the command line or in a file of --config that no run saved: by groups (except
+    the experiment) and by keys."""
+    line = _Line.of(overrides)
+    return ({} if line.start.saved else line.values(line.start)) | line.values(line.typed)
 
 
-def _typed_values(typed: Typed) -> Flat:
-    values: Flat = {}
-    for group, choice in typed.groups.items():
-        if group != EXPERIMENT and choice is not None:
-            values |= _hydra(f"{group}/{choice}")[0]
-    return values | typed.keys
-
-
-@lru_cache(maxsize=128)
-def _hydra(name: str, *overrides: str) -> tuple[Flat, dict[str, str | None]]:
-    """The values of the file `name` of configs/ with its defaults list, and the choice of every group."""
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+def _hydra(name: str, *overrides: str, first: Path = CONFIGS) -> tuple[Flat, dict[str, str | None]]:
+    with warnings.catch_warnings(), initialize_config_dir(str(first.absolute()), version_base="1.3"):
+        warnings.simplefilter("ignore", UserWarning)  # `_self_` may be left out: a file's own values win
         composed = compose(name, overrides=list(overrides), return_hydra_config=True)
     chosen = {group: choice for group, choice in composed.hydra.runtime.choices.items() if "/" not in group}
     values = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
-    return flat(cast(Flat, OmegaConf.to_container(values, resolve=True, enum_to_str=True))), chosen
+    return _accepted(flat(cast(Flat, OmegaConf.to_container(values))), Config), chosen
+
+
+_shipped = lru_cache(maxsize=128)(_hydra)
 
 
 def _cap_warmup(values: Flat) -> list[str]:
@@ -141,24 +265,6 @@ def _cap_warmup(values: Flat) -> list[str]:
         f"{WARMUP} is {longest} instead of {before}, a tenth of training.steps={values['training.steps']}; set another"
         f" one with {WARMUP}=N"
     ]
-
-
-def _run_name(values: Flat, fingerprint: str, typed: Typed, experiment: str | None, capped: bool) -> str:
-    """A name such as EXPERIMENT-relu-steps_800-3f2a91c0: the differences from the experiment, and `fingerprint`."""
-    alone, with_groups = (
-        definition(build(Config, nested(_layers(Typed(groups))[0])))
-        for groups in ({EXPERIMENT: experiment}, typed.groups)
-    )
-    groups, keys = [], []
-    for key, value in values.items():
-        group, _, last = key.partition(".")
-        if value == alone[key] or (capped and key == WARMUP):
-            continue
-        if group in typed.groups and value == with_groups[key]:
-            groups.append(str(typed.groups[group]))
-        else:
-            keys.append((last or group, value))
-    return _joined(experiment, groups, keys, fingerprint)
 
 
 def name_by(swept: list[str], values: Flat, fingerprint: str, choices: dict[str, str | None]) -> str:
@@ -184,60 +290,25 @@ def _joined(experiment: str | None, groups: list[str], keys: list[tuple[str, Any
 def save(config: AnyConfig, path: Path) -> None:
     """Write `config` as YAML to `path` atomically, with a checksum in the first line."""
     text = as_yaml(config)
-    write_whole(path, _seal(text) + text)
-
-
-def _seal(text: str) -> str:
-    return f"{SEAL}{xxhash.xxh3_64_hexdigest(text.encode())} of the lines below\n"
+    write_whole(path, seal(text) + text)
 
 
 def as_yaml(config: AnyConfig) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))
 
 
-def _bomb(text: str) -> str | None:
-    """Why `text` is refused before parsing: aliases or deep nesting, which can take unlimited time or memory."""
-    depth = 0
-    for token in yaml.scan(text, yaml.SafeLoader):
-        if isinstance(token, yaml.AliasToken):
-            return "it has aliases (*NAME), which saved configurations never have"
-        kind = type(token).__name__
-        depth += kind.endswith("StartToken") - kind.endswith("EndToken")
-        if depth > DEEPEST:
-            return f"its values are nested more than {DEEPEST} levels deep"
-    return None
-
-
 def load(path: Path) -> Config:
     """The configuration that `save` wrote; the line with the checksum may be missing. Raises ConfigError."""
-
-    def refuse(why: str) -> NoReturn:
-        raise ConfigError([f"{path} is damaged ({why}): restore it from a copy, or remove it"]) from None
-
+    damaged = f"{path} is damaged ({{}}): restore it from a copy, or remove it"
     try:
-        text = regular.content(path).decode()
-    except UnicodeDecodeError as error:
-        refuse(f"byte {error.start + 1} is not UTF-8")
+        values, _ = read(path)
     except OSError as error:
         raise ConfigError([f"{path} cannot be read: {error.strerror}"]) from error
-    first, _, rest = text.partition("\n")
-    if SEAL in text and f"{first}\n" != _seal(rest):
-        refuse("its checksum does not match; remove the first line if the change is intended")
-    if len(text) > LARGEST:
-        refuse(f"it has {len(text):,} characters: a configuration has at most {LARGEST:,}")
+    except ValueError as error:
+        raise ConfigError([damaged.format(error)]) from None
     try:
-        if (why := _bomb(text)) is not None:
-            refuse(why)
-        values = OmegaConf.to_container(OmegaConf.create(text))
-    except ConfigError:
-        raise
-    except Exception as error:  # YAML and OmegaConf raise many kinds of exceptions for odd content
-        refuse(f"it is not YAML: {' '.join(str(error).split())[:200]}")
-    if not isinstance(values, dict) or not values:
-        refuse("it contains no keys")
-    try:
-        return from_dict(cast(dict[str, Any], values))
+        return from_dict(values)
     except ConfigError as error:
         raise ConfigError([f"{path} is not a configuration of this version: {'; '.join(error.mistakes)}"]) from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        refuse(f"a value is invalid: {error}")
+        raise ConfigError([damaged.format(f"a value is invalid: {error}")]) from None

@@ -8,15 +8,17 @@ import yaml
 PACKAGE = Path(__file__).resolve().parents[1]
 # In a checkout the configs stand next to the package; a wheel carries them inside it.
 CONFIGS = PACKAGE / "configs" if (PACKAGE / "configs").is_dir() else PACKAGE.parent / "configs"
+CONFIG, CONFIG_DIR = "--config", "--config-dir"  # options of every command that takes overrides
+OPTIONS = {CONFIG: "FILE", CONFIG_DIR: "DIR"}  # option -> what its value is called
 COMPOSITION = "train"  # the file of configs/ from which Hydra composes a Config
 EXPERIMENT = "experiment"
 OVERRIDE = "override /"  # prefix of a group in an experiment's defaults list
 SWEEP = "sweep"  # the folder of configs/ with named lists of values, for the command `sweep` alone
 
 
-def choices(group: str) -> list[str]:
-    """The choices of a group."""
-    return sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
+def choices(group: str, folders: tuple[Path, ...] = ()) -> list[str]:
+    """The choices of a group: those of the package, and those in `folders`, which are laid out like configs/."""
+    return sorted({path.stem for folder in (CONFIGS, *folders) for path in (folder / group).glob("*.yaml")})
 
 
 @cache
@@ -25,9 +27,16 @@ def groups() -> list[str]:
     return sorted(_defaults_list(COMPOSITION))
 
 
-def swept_values(name: str) -> list[str]:
-    """The overrides in configs/sweep/NAME.yaml, each with a list of values."""
-    read = yaml.safe_load((CONFIGS / SWEEP / f"{name}.yaml").read_text(encoding="utf-8"))
+def swept_values(name: str, folders: tuple[Path, ...] = ()) -> list[str]:
+    """The overrides in sweep/NAME.yaml of configs/ or of a folder in `folders`, each with a list of
+    values. Raises ValueError."""
+    found = next(path for folder in (CONFIGS, *folders) if (path := folder / SWEEP / f"{name}.yaml").is_file())
+    try:
+        read = yaml.safe_load(found.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{found} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(read, dict):
+        raise ValueError(f"{found} has no KEY: VALUE,VALUE lines")
     return [f"{key}={values}" for key, values in read.items()]
 
 

@@ -7,7 +7,7 @@ from textwrap import wrap
 from typing import Any, cast
 
 from sparsellm.config.commands import COMMANDS, Keys, description
-from sparsellm.config.groups import EXPERIMENT, choices, default_choices, groups
+from sparsellm.config.groups import CONFIG, CONFIG_DIR, EXPERIMENT, OPTIONS, choices, default_choices, groups
 from sparsellm.config.keys import MEANING
 from sparsellm.config.schema import Config
 from sparsellm.config.values import to_dict
@@ -28,11 +28,17 @@ def text(command: str, program: str) -> str:
         lines += [f"Every group and key of `{training} --help` accepts a list of values. In addition:", ""]
     for taken in keys:
         lines += _keys(taken)
-    if composed:
+    start = f"{CONFIG} {OPTIONS[CONFIG]} starts from the values of a YAML file"
+    if composed or command == "sweep":
         lines += [
-            "A group or key given on the command line overrides every default.",
-            f"{program} --cfg job [...] prints the configuration of a command line without running it.",
+            f"{start}, such as runs/NAME/config.yaml.",
+            f"{CONFIG_DIR} {OPTIONS[CONFIG_DIR]} adds your own choices and experiments, DIR/GROUP/CHOICE.yaml.",
+            "A group or key given on the command line overrides both of them, and every default.",
         ]
+    else:
+        lines += [f"{start}; a key given on the command line overrides it."]
+    if composed:
+        lines += [f"{program} --cfg job [...] prints the configuration of a command line without running it."]
     return "\n".join(lines).rstrip()
 
 

@@ -1,7 +1,7 @@
-"""Parses the overrides of a command line, `key=value` in Hydra's grammar, and converts and checks each value.
+"""Parses a command line: overrides, `key=value` in Hydra's grammar, and the options --config and --config-dir.
 
-A key is `group.key` of a schema; a group is a folder of configs/. Every mistake is reported, with its remedy. A value
-that the grammar cannot parse (`data.path=~/a=b`) is taken literally.
+A key is `group.key` of a schema; a group is a folder of configs/. Each value is converted and checked, and every
+mistake is reported, with its remedy. A value that the grammar cannot parse (`data.path=~/a=b`) is taken literally.
 """
 
 import difflib
@@ -11,14 +11,17 @@ import types
 import typing
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
+import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, ValueType
 from hydra.errors import HydraException
+from omegaconf import OmegaConf
 
 from sparsellm.config.errors import ConfigError
-from sparsellm.config.groups import EXPERIMENT, SWEEP, choices, groups, swept_values
+from sparsellm.config.groups import CONFIG, CONFIG_DIR, EXPERIMENT, OPTIONS, SWEEP, choices, groups, swept_values
 from sparsellm.config.schema import Config, EvaluateConfig, SweepConfig, Verbatim
 from sparsellm.config.values import build, flat_types, nested, unknown_key
 
@@ -31,7 +34,19 @@ PATHS = (
     "evaluation.data_dir", "init_from", "output_dir", "recordings", "run.name", "run.root", "sweep.name", "sweep.root",
     "text",
 )  # fmt: skip
+LARGEST, DEEPEST = 1_000_000, 16  # limits of a YAML file: characters, and nesting depth
 LONGEST_NAME = 255  # bytes of a file name on Linux
+URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*(\w+)\s*(?:,\s*([^{}]*?)\s*)?\}")  # NAME, and a default
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of a command line."""
+
+    texts: list[str] = field(default_factory=list)  # as --OPTION=VALUE
+    config: Path | None = None  # a file whose values come before the overrides
+    folders: tuple[Path, ...] = ()  # folders with choices in addition to those of configs/
 
 
 @dataclass
@@ -47,13 +62,39 @@ class Typed:
 class SweepRequest:
     """A sweep's command line, sorted by purpose."""
 
+    options: Options
     sweep: SweepConfig
     axes: dict[str, list[str]]  # key or group of a run -> its overrides, one per value, in order
     evaluate: list[str]  # overrides of the evaluations, without the prefix "evaluate."
 
 
-def parse(texts: list[str], schema: type = Config) -> Typed:
-    """Sort and convert the overrides `texts`. If a key is typed twice, the last value wins."""
+def split(texts: list[str]) -> tuple[Options, list[str], list[str]]:
+    """The options in `texts`, the other texts, and mistakes in the options."""
+    given: dict[str, str] = {}
+    others, found, rest = list[str](), list[str](), list(texts)
+    while rest:
+        name, equals, value = rest.pop(0).partition("=")
+        if name not in OPTIONS:
+            others.append(f"{name}{equals}{value}")
+            continue
+        value = value if equals or not rest else rest.pop(0)
+        if not value:
+            found.append(f"{name} has no value: write {name} {OPTIONS[name]}")
+        elif name in given:
+            found.append(f"{name} is {given[name]} and {value}: it should be given once")
+        elif wrong := path_mistakes(value):
+            found += [f"{name}={mistake}" for mistake in wrong]
+        else:
+            given[name] = value
+    paths = {name: Path(value).expanduser() for name, value in given.items()}
+    folders = (paths[CONFIG_DIR],) if CONFIG_DIR in paths else ()
+    return Options([f"{n}={v}" for n, v in given.items()], paths.get(CONFIG), folders), others, found
+
+
+def parse(texts: list[str], schema: type = Config, folders: tuple[Path, ...] = ()) -> Typed:
+    """Sort and convert the overrides `texts`. If a key is typed twice, the last value wins.
+
+    `folders`: as in Options."""
     typed = Typed()
     for text in _without_dashes(texts, typed.mistakes, schema):
         name, equals, raw = text.partition("=")
@@ -63,7 +104,7 @@ def parse(texts: list[str], schema: type = Config) -> Typed:
         elif not equals:
             typed.mistakes.append(_without_value(name, schema))
         elif schema is Config and name in groups():
-            _choose(typed, name, raw)
+            choose(typed, name, raw, folders)
         else:
             _set(typed, name, raw, schema)
     return typed
@@ -90,8 +131,9 @@ def _without_dashes(texts: list[str], mistakes: list[str], schema: type) -> list
     return kept
 
 
-def _choose(typed: Typed, group: str, raw: str) -> None:
-    listed = choices(group)
+def choose(typed: Typed, group: str, raw: str, folders: tuple[Path, ...] = ()) -> None:
+    """Add the choice `raw` of `group` to `typed`, or a mistake."""
+    listed = choices(group, folders)
     if raw in listed:
         typed.groups[group] = raw
     elif group == EXPERIMENT and raw == "null":
@@ -105,10 +147,7 @@ def _choose(typed: Typed, group: str, raw: str) -> None:
 def _set(typed: Typed, name: str, raw: str, schema: type) -> None:
     kinds = flat_types(schema)
     if name not in kinds:
-        grouped = schema is Config and "." not in name
-        group = difflib.get_close_matches(name, groups(), n=1, cutoff=0.75) if grouped else []
-        meant = f"{name} is not a key: did you mean {group[0]}={raw}?" if group else unknown_key(name, schema)
-        typed.mistakes.append(meant)
+        typed.mistakes.append(unknown(name, raw, schema))
         return
     if Verbatim in typing.get_args(kinds[name]):
         typed.keys[name] = raw
@@ -116,22 +155,94 @@ def _set(typed: Typed, name: str, raw: str, schema: type) -> None:
     value = _value(f"{name}={raw}", raw)
     if value == raw and list[str] in _options(kinds[name]) and (listed := _LIST.fullmatch(raw)):
         value = [text.strip("\"'") for text in _ITEM.findall(listed[1])]
-    if isinstance(value, str) and "${" in value:
-        typed.mistakes.append(f"{name} is {raw}: interpolations are not supported; write the value")
-    elif value == "???":
+    accept(typed, name, value, raw, kinds[name])
+
+
+def unknown(name: str, raw: str, schema: type) -> str:
+    """The message for a `name`, with the value `raw`, that is neither a key of `schema` nor a group."""
+    grouped = schema is Config and "." not in name
+    group = difflib.get_close_matches(name, groups(), n=1, cutoff=0.75) if grouped else []
+    return f"{name} is not a key: did you mean {group[0]}={raw}?" if group else unknown_key(name, schema)
+
+
+def accept(typed: Typed, name: str, value: Any, raw: str, kind: Any) -> None:
+    """Add the `value` of the key `name`, of type `kind`, to `typed`, or a mistake. `raw`: `value` as it was written."""
+    if value == "???":
         typed.mistakes.append(f"{name} has no value: give it one with {name}=...")
-    elif isinstance(value, Override):
+        return
+    if isinstance(value, Override):
         typed.mistakes.append(f"{name} is {raw}: it takes one value; only the command `sweep` takes lists of values")
+        return
+    shown = raw or "empty"
+    try:
+        resolved = _resolved(value)
+    except ValueError as error:
+        typed.mistakes.append(f"{name} is {shown}: {error}")
+        return
+    if isinstance(value, str) and resolved != value:
+        read = _value(f"{name}={resolved}", resolved)
+        value, raw = read if read is None or isinstance(read, int | float) else resolved, resolved
     else:
-        try:
-            converted = convert(kinds[name], value, raw)
-        except ValueError as error:
-            typed.mistakes.append(f"{name} is {raw or 'empty'}: it should be {error}")
-            return
-        if name in PATHS and (found := [mistake for path in _strings(converted) for mistake in _path_mistakes(path)]):
-            typed.mistakes += [f"{name}={mistake}" for mistake in found]
-        else:
-            typed.keys[name] = converted
+        value = resolved
+    try:
+        converted = convert(kind, value, raw)
+    except ValueError as error:
+        typed.mistakes.append(f"{name} is {shown}: it should be {error}")
+        return
+    if name in PATHS and (found := [mistake for path in _strings(converted) for mistake in path_mistakes(path)]):
+        typed.mistakes += [f"{name}={mistake}" for mistake in found]
+    else:
+        typed.keys[name] = converted
+
+
+def _resolved(value: Any) -> Any:
+    """`value` with the environment variables that its strings name. Raises ValueError."""
+    if isinstance(value, list):
+        return [_resolved(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _resolved(each) for key, each in value.items()}
+    if not isinstance(value, str) or "${" not in value:
+        return value
+    if "${" in ENVIRONMENT.sub("", value):
+        raise ValueError("interpolations are not supported, except ${oc.env:NAME}; write the value")
+
+    def variable(found: re.Match[str]) -> str:
+        name, default = found.groups()
+        if (text := os.environ.get(name, default)) is None:
+            raise ValueError(f"the environment variable {name} is not set; set it, or write ${{oc.env:{name},DEFAULT}}")
+        return text
+
+    return ENVIRONMENT.sub(variable, value)
+
+
+def mapping(text: str) -> dict[str, Any]:
+    """The values of a YAML text, with interpolations as they are written. Raises ValueError, whose message says why the
+    text is refused."""
+    if len(text) > LARGEST:
+        raise ValueError(f"it has {len(text):,} characters: a configuration has at most {LARGEST:,}")
+    try:
+        if (why := _bomb(text)) is None:
+            values = OmegaConf.to_container(OmegaConf.create(text))
+    except Exception as error:  # YAML and OmegaConf raise many kinds of exceptions for odd content
+        raise ValueError(f"it is not YAML: {' '.join(str(error).split())[:200]}") from error
+    if why is not None:
+        raise ValueError(why)
+    if not isinstance(values, dict) or not values:
+        raise ValueError("it contains no keys")
+    return cast(dict[str, Any], values)
+
+
+def _bomb(text: str) -> str | None:
+    """Why `text` is refused before parsing: aliases or deep nesting, which can take unlimited time or memory."""
+    depth = 0
+    for token in yaml.scan(text, yaml.SafeLoader):
+        if isinstance(token, yaml.AliasToken):
+            return "it has aliases (*NAME), which a configuration does not need"
+        kind = type(token).__name__
+        depth += kind.endswith("StartToken") - kind.endswith("EndToken")
+        if depth > DEEPEST:
+            return f"its values are nested more than {DEEPEST} levels deep"
+    return None
 
 
 def _strings(value: Any) -> list[str]:
@@ -142,8 +253,13 @@ def _strings(value: Any) -> list[str]:
     return [text for each in inside for text in _strings(each)]
 
 
-def _path_mistakes(path: str) -> list[str]:
-    """Why the operating system could not even look up `path`."""
+def path_mistakes(path: str) -> list[str]:
+    """Why `path` cannot be the path of a local file or folder."""
+    if URL.match(path):
+        return [
+            f"{path} is a URL: it should be a local path; mount the storage and give its folder, or copy the files to"
+            " or from a local folder"
+        ]
     first, *_ = parts = path.split("/")
     if first.startswith("~") and os.path.expanduser(first) == first:  # noqa: PTH111 (Path's raises)
         return [f"{path} refers to the home folder of an unknown user, {first[1:]}: write the path without {first}"]
@@ -233,13 +349,20 @@ def sweep_request(overrides: list[str]) -> SweepRequest:
     Raises ConfigError with every mistake in the overrides of the sweep, the runs and the evaluations.
     """
     axes: dict[str, list[str]] = {}
-    evaluate, options, found = list[str](), list[str](), list[str]()
-    parser, named, given = OverridesParser.create(), Typed(), _without_dashes(overrides, found, Config)
+    evaluate, options = list[str](), list[str]()
+    chosen, texts, found = split(overrides)
+    parser, named, given = OverridesParser.create(), Typed(), _without_dashes(texts, found, Config)
     for text in [text for text in given if text.startswith(f"{SWEEP}=")]:
         given.remove(text)
-        _choose(named, SWEEP, text.partition("=")[2])
+        choose(named, SWEEP, text.partition("=")[2], chosen.folders)
     found += named.mistakes
-    for text in [*(each for choice in named.groups.values() for each in swept_values(str(choice))), *given]:
+    lists = list[str]()
+    for choice in named.groups.values():
+        try:
+            lists += swept_values(str(choice), chosen.folders)
+        except ValueError as error:
+            found.append(f"{SWEEP}={choice}: {error}")
+    for text in [*lists, *given]:
         key, _, _ = text.lstrip("+").partition("=")
         group, _, name = key.partition(".")
         try:
@@ -264,10 +387,10 @@ def sweep_request(overrides: list[str]) -> SweepRequest:
             axes[key] = texts
     typed = parse(options, _OfSweep)
     if found := found + typed.mistakes:
-        found += parse([text for texts in axes.values() for text in texts]).mistakes
+        found += parse([text for texts in axes.values() for text in texts], folders=chosen.folders).mistakes
         found += [f"evaluate: {mistake}" for mistake in parse(evaluate, EvaluateConfig).mistakes]
         raise ConfigError(list(dict.fromkeys(found)))
-    return SweepRequest(build(_OfSweep, nested(typed.keys)).sweep, axes, evaluate)
+    return SweepRequest(chosen, build(_OfSweep, nested(typed.keys)).sweep, axes, evaluate)
 
 
 def quoted(value: str) -> str:

@@ -34,6 +34,7 @@ from sparsellm.config import (
     quoted,
     sweep_request,
     to_dict,
+    typed_values,
 )
 from sparsellm.config.rules import name_mistakes
 from sparsellm.config.values import flat
@@ -176,14 +177,15 @@ def _points(request: SweepRequest) -> tuple[list[Point], list[str]]:
     axes, points, found = request.axes, [], []
     swept = _swept(request)
     fixed = {"run.name": "a run's name follows from its configuration", "run.restart": "points resume existing runs"}
-    found += [f"{key} in a sweep: {reason}; leave it out" for key, reason in fixed.items() if key in axes]
+    typed = axes.keys() | typed_values(request.options.texts).keys()
+    found += [f"{key} in a sweep: {reason}; leave it out" for key, reason in fixed.items() if key in typed]
 
     trained: dict[str, dict[str, str]] = {}  # run.root -> hash -> name of the run there
 
     def named(composed: Composition[Config], keys: Iterable[str]) -> str:
         """The name of a point from its values of `keys`, or the name of the same run if it already exists."""
         config = composed.config
-        if "run.name" in axes:  # refused above
+        if "run.name" in typed:  # refused above
             return str(config.run.name)
         marked = fingerprint(config)
         by_sweep = name_by(list(keys), flat(to_dict(config)), marked, composed.choices)
@@ -194,13 +196,13 @@ def _points(request: SweepRequest) -> tuple[list[Point], list[str]]:
     def add(axes: dict[str, list[str]], baseline: bool) -> None:
         for texts in product(*axes.values()):
             values = {key: text.partition("=")[2] for key, text in zip(axes, texts, strict=True) if key in swept}
-            composed = composition(list(texts))
-            wrong = composed.mistakes or warm_start.adopt(composed.config, list(texts))
+            composed = composition([*request.options.texts, *texts])
+            wrong = composed.mistakes or warm_start.adopt(composed.config, composed.overrides)
             found.extend(wrong)
             if not wrong:
                 by_hand = str(composed.config.run.name)
                 composed.config.run.name = named(composed, [*swept, "sparsity"] if baseline else swept)
-                overrides = [*texts, f"run.name={quoted(composed.config.run.name)}"]
+                overrides = [*composed.overrides, f"run.name={quoted(composed.config.run.name)}"]
                 points.append(Point(values, overrides, composed.config, composed.experiment, by_hand, baseline))
 
     add(axes, baseline=False)

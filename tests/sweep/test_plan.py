@@ -125,6 +125,23 @@ def test_commands_are_argument_lists_through_torchrun_where_there_are_several_pr
     assert "logging.wandb_group=s" not in commands.train(mine, mine.points[0])
 
 
+def test_files_of_ones_own_reach_every_run(tmp_path):
+    (tmp_path / "own/model").mkdir(parents=True)
+    (tmp_path / "own/model/small.yaml").write_text("defaults: [tiny]\nnum_layers: 2\n")
+    (tmp_path / "mine.yaml").write_text("training: {steps: 50}\n")
+    options = [f"--config={tmp_path}/mine.yaml", f"--config-dir={tmp_path}/own"]
+    arguments = ["--config", f"{tmp_path}/mine.yaml", options[1], "model=tiny,small", f"run.root={tmp_path}"]
+    sweep = plan([*arguments, "sweep.nproc_per_node=1"])
+    assert [(p.config.model.num_layers, p.config.training.steps) for p in sweep.points] == [(4, 50), (2, 50)]
+    for point in sweep.points:
+        given = commands.train(sweep, point)[3:]
+        assert given[:2] == options
+        assert from_overrides(given).run.name == point.name
+    assert shlex.join(arguments) in commands.slurm_script(sweep, arguments)
+    (tmp_path / "mine.yaml").write_text("run: {name: x}\n")
+    assert "run.name in a sweep: a run's name follows from its configuration; leave it out" in refused(*arguments)
+
+
 def test_printed_commands_are_those_that_would_run():
     arguments = ["experiment=smoke", COEFFICIENTS, "run.root='my runs'", "sweep.mode=print"]
     sweep = plan(arguments)
