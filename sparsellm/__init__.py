@@ -1,8 +1,8 @@
 """Pretraining of language models whose feedforward activations are almost all exactly zero (arXiv 2603.23198).
 
 `sparsellm.accelerate(model)` runs a loaded model's feedforward blocks on the sparse kernels; `sparsellm.restore(model)`
-undoes it. `sparsellm.Generator.load(folder)` writes text with a checkpoint. `sparsellm.SparsellmError` is the base of
-this package's errors.
+undoes it. `sparsellm.Generator.load(folder)` writes text with a checkpoint. `sparsellm.api` trains and evaluates.
+`sparsellm.SparsellmError` is the base of this package's errors.
 """
 
 import importlib
@@ -19,6 +19,8 @@ __version__: str  # the installed package's version, read on first access
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return metadata.version("sparsellm")
+    if name == "api":
+        return importlib.import_module("sparsellm.api")
     if name not in __all__:
         raise AttributeError(f"module 'sparsellm' has no attribute {name!r}")
     file = "generation" if name == "Generator" else "accelerate"

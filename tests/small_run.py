@@ -14,7 +14,6 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from sparsellm.commands.train import device_type
 from sparsellm.config import Config, from_overrides
 from sparsellm.data import Request
 from sparsellm.distributed.groups import process_group
@@ -22,6 +21,7 @@ from sparsellm.inference.accelerate import accelerate
 from sparsellm.ops import build
 from sparsellm.training.loop import Trainer
 from sparsellm.training.plans import Plans
+from sparsellm.training.run import device_type
 
 OVERRIDES = [
     "model.vocab_size=96", "model.hidden_size=32", "model.intermediate_size=48", "model.num_layers=2",

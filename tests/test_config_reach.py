@@ -38,15 +38,15 @@ def test_few_signatures_take_the_whole_configuration():
         for node in ast.walk(tree)
         if takes_all(node)
     ]
-    assert "commands/train.py:main" in WHOLE
+    assert "training/run.py:run" in WHOLE
     assert len(found) <= SIGNATURES, "\n".join(found)
 
 
 def test_few_functions_are_reached_by_the_configuration_of_a_run():
-    """Follows calls from `main` of train that pass on `config`, or the `self.config` of a class that stores it."""
+    """Follows calls that pass on `config`, or the `self.config` of a class that stores it, from the start of a run."""
     taking = WHOLE | CLASSES
     found: set[str] = set()
-    waiting = ["commands/train.py:main", "commands/train.py:check"]
+    waiting = ["training/run.py:check", "training/run.py:run"]
     while waiting:
         if (place := waiting.pop()) in found:
             continue

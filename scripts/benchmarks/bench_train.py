@@ -39,13 +39,13 @@ from scripts.benchmarks.harness import cell
 from sparsellm import data
 from sparsellm.benchmark.phases import prepared_trainer
 from sparsellm.benchmark.timing import energy_mj
-from sparsellm.commands.train import check, device_type, set_determinism
 from sparsellm.config import Config, ConfigError, Precision, Shard, from_overrides, parameters, ranks_that_share
 from sparsellm.distributed.groups import Ranks, process_group, world_size_from_environment
 from sparsellm.runs.mfu import mfu, peak_flops
 from sparsellm.training import micro_batch, plans
 from sparsellm.training.memory import GIB, give_back
 from sparsellm.training.micro_batch import AUTO, MicroBatchError
+from sparsellm.training.run import check, device_type, set_determinism
 
 RECORDED = "recorded"
 

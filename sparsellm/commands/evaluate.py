@@ -10,14 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sparsellm.config import ConfigError, EvaluateConfig, WandbMode, entry_point, load, wandb_variables
+from sparsellm.config import EvaluateConfig, entry_point
 from sparsellm.distributed.groups import MainRankFailed, agreed
 from sparsellm.evaluation import results, tasks
+from sparsellm.evaluation.record import record
 from sparsellm.evaluation.request import mistakes
-from sparsellm.runs import folder as run_folder
-from sparsellm.runs.layout import CONFIG
-from sparsellm.runs.locate import locate
-from sparsellm.runs.wandb_record import WandbRun, sync_command
 from sparsellm.system.console import warn
 from sparsellm.system.garbage_collection import without_garbage_collection
 
@@ -48,26 +45,3 @@ def show(asked: list[str], found: dict[str, Any]) -> None:
     written = Path(found["output_dir"], results.RESULTS)
     where = written if results.has_scores(found) else f"there are no scores, so {written} was not written"
     print(f"{results.table(found, asked)}\n\n{where}", flush=True)
-
-
-def record(found: dict[str, Any]) -> None:
-    """Add the scores to the Weights & Biases record of the run, if it has one and is not active."""
-    run = locate(found["checkpoint"]).run
-    if run is None:
-        return
-    try:
-        with run_folder.claim(run):
-            config = load(run / CONFIG)
-            variable = wandb_variables().get("wandb")
-            if variable is not None and variable.mistake is None:
-                # The environment belongs to this machine, which may be offline, and cannot ask for more than the run.
-                modes = config.logging.wandb, WandbMode[variable.value]
-                config.logging.wandb = max(modes, key=list(WandbMode).index)
-            wandb = WandbRun(config, run)
-            wandb.evaluation(found["step"], results.scores(found), results.record_table(found), found["tasks"])
-            wandb.close(0)
-            if wandb.status != "disabled":
-                upload = sync_command(run)
-                print(f"Weights & Biases: {wandb.status}{f'; to upload: {upload}' if upload else ''}", file=sys.stderr)
-    except (run_folder.RunFolderError, ConfigError, OSError) as error:
-        print(f"Weights & Biases skipped: {error}", file=sys.stderr)

@@ -12,7 +12,6 @@ If a rank ends or hangs between rendezvous and leaving the group, its lifeline e
 import json
 import os
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ import xxhash
 from torch import Tensor
 
 from sparsellm.distributed.lifeline import ARRIVAL, PATIENCE, Lifeline, RanksMissing
-from sparsellm.system.console import say, warn
+from sparsellm.system.console import say
 from sparsellm.system.errors import SparsellmError
 
 TIMEOUT = timedelta(seconds=PATIENCE)  # timeout of collectives; lifelines end ranks sooner, with an explanation
@@ -34,7 +33,7 @@ SHARED = "what they read and write must be on a file system that all nodes share
 T = TypeVar("T")
 
 
-class MainRankFailed(RuntimeError):
+class MainRankFailed(SparsellmError, RuntimeError):
     """Raised on the other ranks when the main rank failed; the main rank reports why."""
 
 
@@ -129,7 +128,7 @@ _store: dist.Store | None = None  # for rendezvous, used by nothing else
 
 
 def _meet() -> dist.Store:
-    """The rendezvous store, once all ranks have joined. Reports why and exits if some do not join."""
+    """The rendezvous store, once all ranks have joined. Raises RanksMissing if some do not join."""
     global _lifeline, _store
     if "RANK" not in os.environ:
         return dist.HashStore()
@@ -138,13 +137,10 @@ def _meet() -> dist.Store:
             store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=ARRIVAL)))
             store.set_timeout(TIMEOUT)
             _lifeline = Lifeline(store, os.environ["MASTER_ADDR"], rank, world_size)
-        except RanksMissing as error:
-            warn(str(error))
-            sys.exit(1)
         except dist.DistError as error:
             where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-            warn(f"rank {_rank()} cannot connect to the other ranks at {where}: {' '.join(str(error).split())}")
-            sys.exit(1)
+            reason = " ".join(str(error).split())
+            raise RanksMissing(f"rank {_rank()} cannot connect to the other ranks at {where}: {reason}") from error
         _store = dist.PrefixStore(_lifeline.launch, store)
     return _store
 

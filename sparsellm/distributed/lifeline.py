@@ -39,6 +39,7 @@ from typing import TextIO
 
 import torch.distributed as dist
 
+from sparsellm.system.errors import SparsellmError
 from sparsellm.system.streams import write_now
 
 ARRIVAL = 600  # seconds for all ranks to join: importing from a shared file system may take minutes
@@ -59,7 +60,7 @@ LEFT, FAILED, GONE = "left", "failed", "gone"  # how a rank ended: first word of
 AT = "at"  # first word of a heartbeat
 
 
-class RanksMissing(RuntimeError):
+class RanksMissing(SparsellmError, RuntimeError):
     """Not all ranks have joined."""
 
 

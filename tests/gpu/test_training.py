@@ -11,13 +11,13 @@ from kernel_cases import no_waiting
 from small_run import first_gradients, small_trainer
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsellm.commands.train import set_determinism
 from sparsellm.config import DdpCompress
 from sparsellm.ops import Engine, Plan, feedforward
 from sparsellm.ops.plan import ROOM
 from sparsellm.policy import Policy
 from sparsellm.runs.metrics import METRICS, read
 from sparsellm.training import plans, sharding
+from sparsellm.training.run import set_determinism
 
 pytestmark = pytest.mark.gpu
 CUDA = ["runtime.device=cuda", "runtime.precision=bfloat16", "runtime.compile=true", "runtime.micro_batch_size=3"]

@@ -1,0 +1,141 @@
+"""The Python API: what the commands `train` and `evaluate` do, with exceptions instead of exit codes.
+
+from sparsellm.api import Config, Generator, evaluate, train
+
+run = train(Config.compose("experiment=smoke", "training.steps=100"))
+scores = evaluate(run.folder, tasks=["piqa"])
+text = Generator.load(run.model).text(["The water"], 64)
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, Self
+
+from sparsellm import config as keys
+from sparsellm.config import ConfigError, EvaluateConfig, fingerprint
+from sparsellm.config.compose import complete, composition, from_values
+from sparsellm.evaluation.checkpoint import evaluate_checkpoint
+from sparsellm.evaluation.record import record
+from sparsellm.inference.generation import Generator
+from sparsellm.system.console import warn
+from sparsellm.system.errors import SparsellmError
+from sparsellm.system.garbage_collection import without_garbage_collection
+from sparsellm.system.processes import rank_mistake
+from sparsellm.training import run as training
+from sparsellm.training.run import Run
+
+__all__ = ["Config", "ConfigError", "Generator", "Run", "SparsellmError", "evaluate", "train"]
+
+
+class Config(keys.Config):
+    """The configuration of a run: `config.training.steps` is the key `training.steps` of the command line.
+
+    Config() has the defaults that `sparsellm train --help` lists. `compose` and `load` make configurations as the
+    command line does. Fields may be changed; a run's name that was composed does not change with them, so set
+    `config.run.name` too, or pass the value to `compose`.
+    """
+
+    overrides: Sequence[str] = ()  # from which it was composed
+
+    @classmethod
+    def compose(cls, *overrides: str, config_dir: str | Path | None = None) -> Self:
+        """The configuration of a command line.
+
+        Args:
+            overrides: As on the command line: "experiment=smoke", "training.steps=100".
+            config_dir: A folder with experiments and choices of your own, as --config-dir.
+
+        Raises:
+            ConfigError: With every mistake in the overrides.
+        """
+        composed = composition([*([] if config_dir is None else [f"{keys.CONFIG_DIR}={config_dir}"]), *overrides])
+        if composed.mistakes:
+            raise ConfigError(list(dict.fromkeys(composed.mistakes)))
+        for note in composed.notes:
+            warn(note)
+        found = cls(**vars(composed.config))
+        found.overrides = composed.overrides
+        return found
+
+    @classmethod
+    def load(cls, path: str | Path, *overrides: str, config_dir: str | Path | None = None) -> Self:
+        """The configuration in a YAML file, such as runs/NAME/config.yaml, changed by `overrides`.
+
+        Training what a run saved, without changes, resumes that run; with changes, it is another run with a name of its
+        own.
+
+        Args:
+            path: The file, as --config.
+            overrides: As for `compose`.
+            config_dir: As for `compose`.
+
+        Raises:
+            ConfigError: The file cannot be read or is damaged, or with every mistake in it and in the overrides.
+        """
+        return cls.compose(f"{keys.CONFIG}={path}", *overrides, config_dir=config_dir)
+
+
+def train(config: keys.Config) -> Run:
+    """Train a model, or resume the run of this name; a finished run is reported. Prints what `sparsellm train` prints.
+
+    Checks everything before it writes. SIGINT (Ctrl-C), SIGTERM and SIGHUP stop the run with a checkpoint; afterwards
+    the process has its own signal handlers again. Call it in the main thread, on all ranks that torchrun started. If
+    one of several ranks dies or hangs, the processes of the other ranks end with a message, as torchrun expects.
+
+    Args:
+        config: The configuration.
+
+    Raises:
+        ConfigError: With every mistake in the configuration. Nothing was written.
+        SparsellmError: The run cannot go on: damaged data or checkpoint, out of memory, divergence.
+        OSError: A file cannot be written, mostly because the disk is full.
+    """
+    if not isinstance(config, keys.Config):
+        raise ConfigError([f"config is {config!r}: it should be a Config, for example Config.compose('{config}')"])
+    typed = list(getattr(config, "overrides", ()))
+    whole = from_values(dict(_values(config)), keys.Config)
+    complete(whole.data, whole.run, whole.init_from, tokenizer_typed=bool(typed))
+    whole.run.name = whole.run.name or f"run-{fingerprint(whole)}"
+    found = [] if (mistake := rank_mistake()) is None else [mistake]
+    if threading.current_thread() is not threading.main_thread():
+        found.append("train is called in a thread, where no signal can stop it: call it in the main thread")
+    if found:
+        raise ConfigError(found)
+    if found := training.check(whole, typed):
+        raise ConfigError(list(dict.fromkeys(found)))
+    return training.run(whole)
+
+
+def _values(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every attribute of `config`, also one that is not a key, by group.key."""
+    for name, value in vars(config).items():
+        if is_dataclass(value):
+            yield from _values(value, f"{prefix}{name}.")
+        elif f"{prefix}{name}" != "overrides":
+            yield f"{prefix}{name}", value.name if isinstance(value, Enum) else value
+
+
+def evaluate(checkpoint: str | Path, **settings: Any) -> dict[str, Any]:
+    """Score a checkpoint on seven tasks and its held-out text, and write results.json.
+
+    A task that cannot be scored is listed under "failed" and affects no other task.
+
+    Args:
+        checkpoint: A run (its last checkpoint), a checkpoint, an hf/ folder or a hub name.
+        settings: The other keys of `sparsellm evaluate --help`, for example tasks=["piqa"], limit=20.
+
+    Returns:
+        The contents of results.json, which EVALUATION.md describes.
+
+    Raises:
+        ConfigError: With every mistake in the settings. Nothing was written.
+        SparsellmError: The checkpoint cannot be evaluated.
+        OSError: A file cannot be written, mostly because the disk is full.
+    """
+    config = from_values({"checkpoint": checkpoint, **settings}, EvaluateConfig)
+    # Searching the requests and samples, millions of objects, for garbage would take a quarter of the time.
+    with without_garbage_collection():
+        return evaluate_checkpoint(config, record)
