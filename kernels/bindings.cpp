@@ -144,7 +144,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gate_pack(Tensor x, T
 }
 
 // Returns y and, if `counting`, the statistics. If not `counting`, the statistics go to the workspace, because the host
-// needs some 5 us for each result that it returns.
+// needs about 5 us for each result that it returns.
 std::vector<Tensor> row_forward(Tensor x, OptionalTensor w_gate, Tensor w_up, Tensor w_down_t, bool counting) {
   const Call call("row_forward", x);
   const Layer a = layer_of(call, x, w_gate, w_up, w_down_t);

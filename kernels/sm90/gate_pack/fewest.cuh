@@ -1,5 +1,5 @@
-// gate_pack for up to 16 tokens (decoding). The product is limited by reading w, so every SM should read w all the
-// time; all time without such reads is latency.
+// gate_pack for up to 16 tokens (decoding). Reading w limits the speed, so every SM should read w all the time; any time
+// in which an SM does not read w is lost.
 //
 // The four CTAs of a cluster share a column tile, 64 neurons each. There is one CTA per SM: with more and smaller CTAs,
 // some SMs would have two, and would finish last. The warps of a CTA divide K: each multiplies all neurons and tokens

@@ -1,4 +1,5 @@
-// gate_pack for 17 to 64 tokens. The time is that of reading w, so the columns of the product are spread over many SMs.
+// gate_pack for 17 to 64 tokens. Reading w takes most of the time, so the columns of the product are spread over many
+// SMs.
 //
 // The four CTAs of a cluster share a column tile: each multiplies 64 neurons by all tokens. They take turns to fetch
 // stages of x, which are multicast to all four. Operands are swapped: neurons are the rows (M) of the WGMMA, and

@@ -35,8 +35,8 @@ constexpr int kOperands = 4;                     // operand tiles in flight per 
 constexpr int kRowStages = 5;                    // stages of B
 constexpr uint32_t kPlaces = 4;                  // slots for drawn units: the unit of round r is in slot r % 4
 constexpr int kDrawAhead = 6;                    // the next unit is drawn this many blocks before the current unit ends
-constexpr int kTicketBlocks = 2;                 // its ticket is used this many blocks after the draw, when it has
-                                                 // arrived
+constexpr int kTicketBlocks = 2;                 // the drawn ticket is read this many blocks after the draw, when it
+                                                 // has arrived
 static_assert(kTicketBlocks < kRowStages, "kTicketBlocks must be below kRowStages, or both roles could deadlock");
 
 constexpr int kDrawingThread = 0;
