@@ -39,7 +39,7 @@ class DecoderOutput(NamedTuple):
     rest_calls: Tensor | None  # [L] int64: see FeedForwardOutput
     union: Tensor | None  # [L] int64: active neurons of each 128-token tile, summed; -1: not measured
     kl: Tensor | None = None  # 0-d float32: summed KL(teacher || student); None without a teacher
-    loss: Tensor | None = None  # 0-d float32: ce + weighted kl, with a gradient, which ce then lacks
+    loss: Tensor | None = None  # 0-d float32: ce + weighted kl. If not None, only loss has a gradient, and ce has none
 
 
 class RMSNorm(nn.RMSNorm):

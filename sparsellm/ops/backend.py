@@ -19,8 +19,8 @@ _said: set[str] = set()
 
 
 def of_this_machine() -> str:
-    """The kernels that "auto" loads: triton on a CUDA GPU that is not a Hopper GPU. Otherwise cuda, whose error says
-    what is missing."""
+    """The kernels that "auto" loads: "triton" on a CUDA GPU other than Hopper, else "cuda", whose loader reports what
+    this machine lacks."""
     if torch.version.cuda is None or not torch.cuda.is_available():
         return "cuda"
     return "cuda" if torch.cuda.get_device_capability() == build.CAPABILITY else "triton"
@@ -34,8 +34,8 @@ def load(kernels: str = "auto") -> None:
         kernels = loaded() or of_this_machine()
     if loaded() not in (None, kernels):
         raise ValueError(
-            f"kernels is {kernels!r}: it should be {loaded()!r}, which this process computes on already; one process"
-            " takes one kind of kernels"
+            f"kernels is {kernels!r}: it should be {loaded()!r}, which this process has already loaded; a process can"
+            " use only one kind of kernels"
         )
     if kernels == "cuda":
         build.load()

@@ -12,7 +12,9 @@ MANY_TOKENS = 1536
 # Fewer tokens are not reordered, because ordering would take longer than it saves (LOG.md, "Ordering tokens by the
 # neurons they fire").
 MIN_ORDERED_TOKENS = 16_384
-ALONE = 4  # Triton kernels order a forward pass without backward from ALONE times as many (LOG.md, "bit by bit")
+# A forward pass without backward saves less by ordering, so the Triton kernels order it only from
+# ALONE * MIN_ORDERED_TOKENS tokens on (LOG.md, "bit by bit").
+ALONE = 4
 # For fewer tokens, cuBLAS with separate elementwise kernels is mostly faster than fused kernels; for more, it is mostly
 # slower (LOG.md, "From how many tokens on the fused dense kernels pay").
 MIN_FUSED_TOKENS = 1344

@@ -161,8 +161,8 @@ def compile_into(folder: Path, nvcc: Path) -> tuple[bool, str]:
 
 
 def _ninja_program() -> str:
-    beside = str(Path(sys.executable).parent)  # a virtual environment's programs are on PATH only if it is active
-    program = shutil.which("ninja", path=beside) or shutil.which("ninja")
+    folder = str(Path(sys.executable).parent)  # a virtual environment that is not active has its programs only here
+    program = shutil.which("ninja", path=folder) or shutil.which("ninja")
     if program is None:
         raise KernelsUnavailable("no ninja to build the kernels with: `pip install ninja`")
     return program

@@ -79,12 +79,12 @@ def feedforward(
     Raises:
         ValueError: Shapes, dtypes, devices or the plan are not allowed.
         KernelsUnavailable: The plan's engine cannot run here.
-        RuntimeError: Second derivatives or forward mode are asked for.
+        RuntimeError: The caller requested second derivatives or forward mode.
     """
     x, cast = in_autocast(x)
     check(x, w_gate, w_up, w_down, cast)
     if plan is None:
-        return uncounted(*_Traced.apply(x, *_in(x.dtype, w_gate, w_up, w_down))[:4])
+        return uncounted(*_Traced.apply(x, *_cast(x.dtype, w_gate, w_up, w_down))[:4])
     saving = torch.is_grad_enabled() and any(t.requires_grad for t in (x, w_gate, w_up, w_down) if t is not None)
     plan = plan.tensor() if isinstance(plan, Plan) else plan
     y, l1, fired, counts, _ = torch.ops.sparsellm.feedforward(x, w_gate, w_up, w_down, plan, saving)
@@ -114,7 +114,7 @@ def _autocasts(device: str) -> bool:
     return device != "meta" and torch.is_autocast_enabled(device)  # is_autocast_enabled raises an error for meta
 
 
-def _in(dtype: torch.dtype, *weights: Tensor | None) -> Any:
+def _cast(dtype: torch.dtype, *weights: Tensor | None) -> Any:
     return [None if weight is None else weight.to(dtype) for weight in weights]
 
 
@@ -182,8 +182,8 @@ def first_order(
     x: Tensor, dy: Tensor | None, dl1: Tensor | None, of_others: Sequence[Tensor | None]
 ) -> tuple[Tensor, Tensor]:
     """(dy, dl1), with zeros for None. of_others: the gradients of outputs that no caller sees, such as g and u. Only
-    second derivatives have such gradients, and would be wrong without them, so this function raises RuntimeError.
-    (Compiled code passes zeros, and refuses second derivatives itself.)"""
+    second derivatives produce such gradients. Ignoring them would give wrong results, so this function raises
+    RuntimeError. (Compiled code passes zeros, and refuses second derivatives itself.)"""
     if not torch.compiler.is_compiling() and any(gradient is not None for gradient in of_others):
         raise RuntimeError("the feedforward operator was differentiated twice: it has first derivatives only")
     return torch.zeros_like(x) if dy is None else dy, x.new_zeros(()) if dl1 is None else dl1
@@ -229,7 +229,7 @@ def forward(
             return forward(x, w_gate, w_up, w_down, plan, w_down_t, saving, counting)
     if (kernels := _kernels(x, plan.engine)) is not None:
         return kernels.forward(x, w_gate, w_up, w_down, plan, w_down_t, saving, counting)
-    y, l1, nnz, fired, *planes = reference.forward(x, *_in(x.dtype, w_gate, w_up, w_down))
+    y, l1, nnz, fired, *planes = reference.forward(x, *_cast(x.dtype, w_gate, w_up, w_down))
     counts = torch.stack([nnz, zero := torch.zeros_like(nnz), zero, reference.union(planes[0] != 0)])
     saved = torch.stack(planes).view(torch.uint8).flatten() if saving else x.new_empty(0, dtype=torch.uint8)
     return y, l1, fired, counts, saved
@@ -276,7 +276,7 @@ def _feedforward_backward(
             gradients = kernels.backward(x, w_gate, w_up, w_down, dy, dl1, saved)
         else:
             planes = cuda.planes_of(saved, 1 if w_gate is None else 2, x.shape[0], w_down.shape[1], x.dtype)
-            gate, up, down = _in(x.dtype, w_gate, w_up, w_down)
+            gate, up, down = _cast(x.dtype, w_gate, w_up, w_down)
             gradients = reference.backward(x, gate, up, down, planes, dy, dl1)
     dtypes = [t.dtype for t in (x, w_gate, w_up, w_down) if t is not None]
     return [gradient.to(dtype).contiguous() for gradient, dtype in zip(gradients, dtypes, strict=True)]

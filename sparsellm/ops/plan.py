@@ -57,5 +57,5 @@ class Plan(NamedTuple):
             numbers = ", ".join(f"{member.value} ({member.name})" for member in Engine)
             raise ValueError(f"plan[0], the engine, is {engine}: it should be one of {numbers}")
         if not 1 <= room <= MAX_COLUMNS:
-            raise ValueError(f"plan[1], the room per token, is {room}: it should be between 1 and {MAX_COLUMNS}")
+            raise ValueError(f"plan[1], the nonzeros per token, is {room}: it should be between 1 and {MAX_COLUMNS}")
         return cls(Engine(engine), room)

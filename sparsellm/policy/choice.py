@@ -18,7 +18,7 @@ class Policy:
     Code that accelerates or trains a model creates a policy (first_use.policy_for) and passes it on.
     """
 
-    kernels: str = field(default_factory=lambda: backend.loaded() or "cuda")  # or "triton"
+    kernels: str = field(default_factory=lambda: backend.loaded() or "cuda")  # "cuda" or "triton"
     measured: dict[tuple[int, int], Costs] = field(default_factory=dict)  # key: (K, N) of a layer
 
     def costs(self, width: int, neurons: int) -> LayerCosts:
@@ -52,7 +52,7 @@ class Policy:
         return Plan(Engine.dense if self.kernels == "triton" else Engine.row)
 
     def chosen_by(self, width: int, neurons: int) -> str:
-        """Names the costs that choose the engines of such layers, for messages."""
+        """For messages: names the costs by which the engines of such layers are chosen."""
         if (width, neurons) in self.measured:
             return "costs measured on this GPU model"
         if is_shipped(self.kernels, width, neurons):

@@ -120,7 +120,8 @@ class Costs(LayerCosts):
 
     forward: BySize
     training: BySize  # forward and backward
-    # The maximum tokens that were expected to fit into free memory when these costs were measured; None: all sizes.
+    # Largest token count that was expected to fit into free memory during the measurement; None: all counts were
+    # measured. If more fits later, first_use.policy_for measures the layer again.
     tried: int | None = field(default=None, compare=False)
 
     def estimates(self, tokens: int, training: bool) -> dict[Engine, Estimate]:

@@ -109,5 +109,6 @@ def _largest_that_fits(width: int, neurons: int, device: torch.device) -> int:
     free, _ = torch.cuda.mem_get_info(device)
     gates = len({*measure.TILE, *measure.ROW, *measure.ROW_OF_FEWEST})
     matrices = 3 * SETS + 1 + gates + 6  # 6: gradients, and neuron-major copies of weights
-    fit = (free - SPARE - 2 * width * neurons * matrices) // (16 * width + 12 * neurons)  # below 1: weights do not fit
+    # Below 1 if not even the weights fit.
+    fit = (free - SPARE - 2 * width * neurons * matrices) // (16 * width + 12 * neurons)
     return max((tokens for tokens in measure.SIZES[backend.loaded() or "cuda"] if tokens <= fit), default=0)

@@ -32,12 +32,12 @@ class Formula(NamedTuple):
     activation: float = 0.0  # times M N
     nonzero: float = 0.0  # times the nonzeros
     nonzero_by_width: float = 0.0  # times the nonzeros, at the measured layer's K; proportional to K
-    mean: float = 0.0  # times the nonzeros per token, because without ordering the fullest tile finishes last
+    mean: float = 0.0  # times the nonzeros per token: if tokens are not ordered, the call waits for its fullest tile
     products: int = 0  # number of GEMMs, each with 2 K operations per activation (tile: per neuron of the union)
     flops: float = math.inf  # operations per second in these GEMMs
     table: dict[str, float] | None = None  # key: tokens; seconds at the measured layer's N, proportional to N
     widths: list[int] | None = None  # the formula is valid for these K; None: any
-    # Maximum nonzeros for which the engine is chosen: per token; per token, divided by N; per call, divided by N.
+    # The engine is chosen up to this many nonzeros: per token; per token as a share of N; per call as a share of N.
     most_per_token: float | None = None
     most_share_per_token: float | None = None
     most_share: float | None = None

@@ -63,7 +63,10 @@ def text(found: list[Choice]) -> str:
     engines = tuple(Engine)
     lines = []
     for training in (False, True):
-        lines += ["", f"{'forward and backward' if training else 'forward'}: microseconds of a call (and by the fit)"]
+        lines += [
+            "",
+            f"{'forward and backward' if training else 'forward'}: measured microseconds of a call (predicted)",
+        ]
         names = "".join(f"{engine.name:>20}" for engine in engines)
         lines.append(f"{'tokens':>8}{'nnz/token':>10}{'union':>8}{names}  chosen   behind")
         for choice in found:

@@ -21,7 +21,7 @@ def to_write(path: Path, mode: str, buffering: int = -1) -> Any:
 
 
 def to_read(path: Path, buffering: int = -1) -> Any:
-    """`open(path, "rb", buffering)` of a regular file. Follows links, because `runs` may be one. Raises OSError."""
+    """`open(path, "rb", buffering)` of a regular file. Follows links, because `runs` may be a link. Raises OSError."""
     return open(path, "rb", buffering, opener=_regular)
 
 

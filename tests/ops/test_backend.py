@@ -53,7 +53,7 @@ def test_auto_takes_triton_where_there_is_another_gpu_than_a_hopper_one(machine,
     assert backend.available() == (True, "")
     assert backend.loaded() == "triton"
     assert backend.driver().__name__ == "sparsellm.ops.triton.engines"
-    with pytest.raises(ValueError, match="it should be 'triton', which this process computes on already"):
+    with pytest.raises(ValueError, match="it should be 'triton', which this process has already loaded"):
         backend.load("cuda")
     monkeypatch.setattr(backend, "_triton", None)
     machine(capability=(9, 0))

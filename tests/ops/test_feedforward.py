@@ -294,7 +294,7 @@ def test_float16_autocast_is_refused(plan):
         (torch.tensor([0, 1]), r"plan is torch.int64 \[2\]"),
         (torch.tensor([0, 8, 320], dtype=torch.int32), r"plan is torch.int32 \[3\]"),
         (torch.tensor([3, 1], dtype=torch.int32), r"is 3: it should be one of 0 \(dense\), 1 \(row\), 2 \(tile\)"),
-        (torch.tensor([0, 0], dtype=torch.int32), r"plan\[1\], the room per token, is 0: .* between 1 and 65536"),
+        (torch.tensor([0, 0], dtype=torch.int32), r"plan\[1\], the nonzeros per token, is 0: .* between 1 and 65536"),
     ],
 )
 def test_other_plans_are_refused(plan, message):
@@ -309,7 +309,7 @@ def test_plans_are_made_of_known_engines():
     assert Plan.read(Plan(Engine.row, 7).tensor()) == Plan(Engine.row, 7)
     with pytest.raises(ValueError, match="engine is 'sparse': it should be dense, row or tile"):
         Plan.of("sparse")
-    with pytest.raises(ValueError, match="room per token, is 65537"):
+    with pytest.raises(ValueError, match="nonzeros per token, is 65537"):
         Plan.of("tile", room=65_537)
 
 

@@ -5,8 +5,9 @@ The algorithm is that of kernels/sm90/order/order.cu, on bits instead of lists. 
 and 2 i + 1 count as one *pair*, which halves the work and makes unions 1% larger. For each chunk:
 
     profile   CLUSTERS evenly spaced tokens, the leaders, give the first profiles of the clusters: sets of pairs
-    assign    `samples` evenly spaced tokens each go to the cluster with the largest score: CLUSTERS times the pairs
-              that token and profile share, minus the profile's price: the pairs it shares with each leader, summed
+    assign    `samples` evenly spaced tokens each go to the cluster with the largest score. The score is CLUSTERS times
+              the pairs that token and profile share, minus the profile's price: the pairs that it shares with the
+              leaders, summed over leaders. Without the price, large profiles would attract every token.
     sort      sorts these tokens by cluster
     profile   a cluster's new profile: the pairs that at least 1 / SHARE of its first MEMBERS tokens fire
     alike     the similarity of each two clusters: the pairs that their profiles share, over the profiles' sizes
@@ -19,9 +20,10 @@ has one cluster and one rank within its cluster, so the order is always a permut
 
 Arrays by chunk: masks int32 [chunks, CLUSTERS, WORDS] has bit 2 i of word w of a profile's pairs, where WORDS is the
 number of words of a token's bits, rounded up. `table` int8 [chunks, CLUSTERS, 16, WORDS] has the same bits as zeros and
-ones, i before w, so that words of a token, shifted by 2 i, are the left operand of a matmul. prices and sizes: int32
-[chunks, CLUSTERS]. clusters int32 [chunks, size]: the cluster of each processed token (all, or the samples). counts
-int32 [chunks, blocks, CLUSTERS]: how many of each block of TOKENS processed tokens went to each cluster.
+ones at [i, w]. A token's words, shifted right by 2 i, are then the left operand of an int8 matmul with the rows i of
+`table`. prices and sizes: int32 [chunks, CLUSTERS]. clusters int32 [chunks, size]: the cluster of each processed token
+(all tokens, or the samples). counts int32 [chunks, blocks, CLUSTERS]: how many of each block of TOKENS processed tokens
+went to each cluster.
 """
 
 import triton
@@ -35,8 +37,8 @@ from sparsellm.ops.twell import tiles
 CHUNK = 8192  # tokens that are ordered together, at most
 SAMPLES = 4096  # tokens of a chunk from which profiles are made
 CLUSTERS, MEMBERS, SHARE = 128, 64, 16
-# `assign`: TOKENS per program, and BLOCK words of each token in one step of the matmul with the profiles. With two
-# chunks of 8,192 tokens, either launch has 128 programs.
+# `assign`: TOKENS per program, and BLOCK words of each token in one step of the matmul with the profiles. For two
+# chunks of 8,192 tokens, each of the two launches has 128 programs, about one per multiprocessor of a Hopper GPU.
 OF_SAMPLES = {"TOKENS": 64, "BLOCK": 32, "num_warps": 4, "num_stages": 4}
 OF_ALL = {"TOKENS": 128, "BLOCK": 64, "num_warps": 8, "num_stages": 3}
 AT_A_TIME = 2048  # words of masks or tokens that a program processes at once
@@ -54,8 +56,8 @@ def pairs(words):
 
 @triton.jit
 def looked_at(block, m, size, samples, TOKENS: tl.constexpr):
-    """Block number `block` of TOKENS evenly spaced tokens of chunk program_id(1): (the indices of these tokens among
-    the evenly spaced ones; the tokens; whether each exists)."""
+    """Block number `block`, of TOKENS, of the `samples` evenly spaced tokens of chunk program_id(1). Returns (the
+    indices of the block's tokens among the samples; the numbers of these tokens; whether each of them exists)."""
     first = tl.program_id(1) * size
     tokens = tl.minimum(size, m - first)
     count = tl.minimum(samples, tokens)
@@ -184,9 +186,9 @@ def sort(
     clusters, counts, places, order, positions, m, size, samples,
     BLOCKS: tl.constexpr, CLUSTERS: tl.constexpr, TOKENS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """order, int32 [chunks, size], gets the processed tokens, cluster by cluster: clusters in the order of the chain
-    (CHAINED), or ascending. positions, int32 [M]: the index of each token in `order`. Program (i, j): the i-th TOKENS
-    processed tokens of chunk j."""
+    """Write the processed tokens to order, int32 [chunks, size], sorted by the clusters' positions in the chain
+    (CHAINED) or by cluster number, and each token's index in `order` to positions, int32 [M]. Program (i, j) sorts the
+    i-th TOKENS processed tokens of chunk j."""
     block, cluster = tl.program_id(0), tl.arange(0, CLUSTERS)
     first = tl.program_id(1) * size
     index, token, inside = looked_at(block, m, size, samples, TOKENS)
@@ -209,8 +211,8 @@ def alike(
     masks, sizes, similarity, WORDS: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, CLUSTERS: tl.constexpr
 ):
     """similarity, int32 [chunks, CLUSTERS, CLUSTERS]: program (i, j) compares cluster i of chunk j with all others. An
-    entry is the similarity times CLUSTERS plus CLUSTERS - 1 - other, so that the entry contains the other cluster, and
-    the lowest of equally similar clusters has the largest entry."""
+    entry is similarity * CLUSTERS + (CLUSTERS - 1 - other). So the largest entry of a row tells which cluster is most
+    similar, and among equally similar clusters, the one with the lowest number has the largest entry."""
     mine, first = tl.program_id(1) * CLUSTERS + tl.program_id(0), tl.program_id(1) * CLUSTERS
     word = tl.arange(0, WIDE)
     inside = word < WORDS

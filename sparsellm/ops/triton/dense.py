@@ -11,8 +11,8 @@ def hidden(
     z, u, h, fired, sums, totals, m,
     N: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """h = relu(z) * u (not GATED: relu(z)), [M, N], and its statistics. Program (i, j): TOKENS tokens, COLUMNS neurons,
-    ROWS tokens at a time; each program writes its sum of |h| to `sums`, float32."""
+    """h = relu(z) * u (not GATED: relu(z)), [M, N], and its statistics. Program (i, j) computes TOKENS tokens of
+    COLUMNS neurons, ROWS tokens at a time, and writes its sum of |h| to `sums`, float32."""
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     # The sums over rows come after the loop, because a sum over rows crosses warps, which then wait for each other.
     counts = tl.zeros((ROWS, COLUMNS), tl.int32)
@@ -37,8 +37,9 @@ def hidden(
 
 @triton.jit(do_not_specialize=["octets"])
 def hidden_gradient(z, u, dh, dl1, dz, du, h, octets, BLOCK: tl.constexpr, GATED: tl.constexpr):
-    """dz, du and h (not GATED: dz and h), flat, from z, u and dh; dz may be dh. `octets` counts elements in eights, so
-    that Triton knows that each 16 bytes are inside or outside as a whole, and reads and writes 16 bytes at once."""
+    """dz, du and h (not GATED: dz and h), flat, from z, u and dh; dz may be dh. `octets` is the number of elements
+    divided by 8. With it, Triton can prove that the mask never splits 16 bytes, so it loads and stores 16 bytes at
+    once."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < octets.to(tl.int64) * 8
     of_l1 = tl.load(dl1)

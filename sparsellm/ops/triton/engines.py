@@ -36,11 +36,11 @@ from sparsellm.ops.twell import tiles
 ARRAY_ALIGNMENT = 256  # bytes; alignment of the arrays of a saved buffer
 ROWS = 1  # tokens per program of `keep` and `gradient`; divides the tokens of a tile
 REGROUP = {"ROWS": 16, "WORDS": 8, "num_warps": 1}
-REGROUP_PROGRAMS = 16  # per program of a matmul, which needs more registers and shared memory
+REGROUP_PROGRAMS = 16  # for each program of a matmul, because a matmul needs more registers and shared memory
 MARK = {"ROWS": 8, "WORDS": 32}
 PLAN = {"ROWS": 16, "WORDS": 128}
 TURN = {"GROUPS": 4, "WORDS": 4}
-PARTS = 32  # parts of the tokens; neurons that fire mostly in the same part are similar
+PARTS = 32  # the tokens are cut into this many parts; neurons that fire mostly in the same part count as similar
 CLASSIFY = {"COLUMNS": 64}
 HIDDEN = {"ROWS": 4, "COLUMNS": 256}
 FLAT = {"BLOCK": 2048}
@@ -86,7 +86,8 @@ class Kept(NamedTuple):
 
 
 def _where_x_is(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run` with the device of its first argument as the current device, because Triton launches kernels there."""
+    """Make the device of the first argument current during `run`, because Triton launches kernels on the current
+    device."""
 
     @wraps(run)
     def there(x: Tensor, *arguments: Any) -> Any:
@@ -132,7 +133,7 @@ def forward(
     unions = _unions_of_tokens(kept, tile, shape)
     if unions.order is not None:
         clusters.order_tokens(kept.bits, kept.order, kept.positions)
-    _plan(kept.bits, unions, m, n, None if few else fired)  # counts the union of the ordered tiles
+    _plan(kept.bits, unions, m, n, None if few else fired)  # after ordering: totals count the ordered tiles' unions
     if few:  # tiles of the row engine have 16 tokens, but the counted union is always that of 128-token tiles
         _plan(kept.bits, unions._replace(tile=TOKENS), m, n, fired, listing=False)
     hidden, *u = (x.new_empty((len(kept.sizes) * unions.tile, unions.pitch)) for _ in range(1 if w_gate is None else 2))
@@ -170,7 +171,7 @@ def backward(
     by_neuron, bits = _by_neurons(kept, m, n, sizes.neurons)
     of_neurons = _rounded(n, PITCH_MULTIPLE), by_neuron.pitch  # the shape of the tile matrices by neuron
     stacked, turned = x.new_empty((2 if gated else 1, *of_neurons)), x.new_empty(of_neurons)
-    z, u = stacked[0], stacked[-1]  # until `regroup`
+    z, u = stacked[0], stacked[-1]  # z and u occupy the memory of `stacked` until `regroup` overwrites them
     capacity = len(kept.gates)
     _sampled(unions, sizes.sampled, programs, dy, w_down_t, hidden, m)
     _sampled(unions, sizes.sampled, programs, x, first, z, m, unless=capacity)

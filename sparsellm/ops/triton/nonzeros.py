@@ -2,7 +2,7 @@
 the rearrangement of these nonzeros by neuron. sparsellm.ops.triton.plan defines tiles and slots,
 sparsellm.ops.triton.products tile matrices.
 
-Some 3% of a tile matrix is nonzero, so no kernel reads all entries. A program clears its part of a tile matrix, then
+About 3% of a tile matrix is nonzero, so no kernel reads all entries. A program clears its part of a tile matrix, then
 fills in the nonzeros: each round takes the lowest remaining bit of each word of the program's bits. So the number of
 rounds is the number of bits set in the fullest word:
 
@@ -71,9 +71,9 @@ def keep(
     N: tl.constexpr, PITCH: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
     BLOCK: tl.constexpr, GATED: tl.constexpr, SAVING: tl.constexpr,
 ):  # fmt: skip
-    """The tile matrix hidden: h = g * u (not GATED: g), where g = relu(z), z [M, N], and u is a tile matrix. Each
-    program writes its sum of |h| to `sums`, float32. Program i: ROWS positions, a divisor of TILE. WORDS: at least the
-    words of a row.
+    """Fill the tile matrix `hidden` with h = g * u (not GATED: g), where g = relu(z), z [M, N], and u is a tile matrix.
+    Program i computes ROWS positions, and writes their sum of |h| to `sums`, float32. ROWS divides TILE. WORDS: at
+    least the words of a row.
 
     SAVING: gates and ups, [capacity], get g and u of every nonzero. If there are more nonzeros than capacity, nothing
     is saved, totals[REST] is 1, and backward recomputes g and u.
@@ -118,7 +118,7 @@ def gradient(
     N: tl.constexpr, PITCH: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
     BLOCK: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """The tile matrices dz and du (not GATED: dz). In dh, entries that fire are replaced by h. dl1: float32 [1].
+    """Fill the tile matrices dz and du (not GATED: dz). In dh, h replaces the entries that fire. dl1: float32 [1].
 
     If forward saved nothing, the tile matrices z and u hold the recomputed values. Programs: as in `keep`.
     """
@@ -164,9 +164,9 @@ def regroup(
     """Rearrange tile matrices by tokens into tile matrices by neurons: `stacked` from dz and, below it, du; `turned`
     from hidden.
 
-    bits [N, ceil(M / 32)], whose columns are positions, slots, columns (as `places` of `plan`), sizes, items and pitch
+    bits [N, ceil(M / 32)] has a column per position. slots, columns (the `places` of `plan`), sizes, items and pitch
     describe tiles of TILE neurons; places [., PITCH] describes tiles of TOKENS tokens. positions: if tokens are
-    ordered, the position of each token, else None. Programs take parts in turn: ROWS rows of an item, WORDS words at a
+    ordered, the position of each token, else None. Programs take turns at parts of items: ROWS rows, WORDS words at a
     time.
     """
     PARTS: tl.constexpr = TILE // ROWS

@@ -101,7 +101,8 @@ def classify(counts, keys, columns, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
     for shift in tl.static_range(5):
         below |= below >> (1 << shift)
     octave, part = ones(below), tl.argmax(of_parts, 0)
-    key = octave * PARTS + tl.where(octave % 2 == 0, part, PARTS - 1 - part)  # octaves meet at the same part
+    # Every second octave counts its parts backwards, so that the columns where two octaves meet are similar too.
+    key = octave * PARTS + tl.where(octave % 2 == 0, part, PARTS - 1 - part)
     tl.store(keys + column, key, mask=column < columns)
 
 
@@ -117,8 +118,8 @@ def plan(
     LISTING: writes slots (names[column] if `names` is not None, else the column) and places, int32 [tiles, pitch], and
     sizes, int32 [tiles], the number of slots. For each BLOCK slots of a tile, `items` gets the number tile * (pitch /
     BLOCK) + block; the items are in any order, and totals[ITEMS] counts them.
-    fired, uint8 [columns], if not None: marks the columns that fire, and adds the number of nonzeros and the size of
-    the union to totals.
+    fired, uint8 [columns]: if not None, the program sets the columns that fire to 1, and adds the number of nonzeros
+    and the size of the union to totals.
     """
     tile, of_row = tl.program_id(0), tl.cdiv(columns, 32)
     bit = tl.arange(0, 32)

@@ -1,4 +1,5 @@
-"""The tile engine's matmuls, with pointer loads and tl.dot: the best introduction to kernels/sm90/tile.
+"""The tile engine's matmuls, written with pointer loads and tl.dot. Read this file before kernels/sm90/tile, which
+computes the same products with Hopper's instructions.
 
 Letters: M tokens, K model width, N neurons. A tile is TILE tokens (or neurons); sparsellm.ops.triton.plan defines its
 union, slots, places and items. A *tile matrix* has a row of `pitch` values for each row of each tile. Value s of a row
