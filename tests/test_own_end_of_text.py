@@ -109,7 +109,7 @@ def test_data_of_the_same_tokens_that_end_otherwise_are_trained_on_with_a_word(d
     assert "data.tokenizer=./base: every document becomes TEXT <s>." in capsys.readouterr().out
     run(train, *given, "run.name=other", "distill.teacher=./base", "training.steps=2")
     said = [line for line in capsys.readouterr().err.splitlines() if "documents of" in line]
-    forms = "data.path=tokens have the form TEXT <s>, those of init_from=./source <s> TEXT </s>"
+    forms = "data.path=tokens have the form TEXT <s>, but those of init_from=./source have the form <s> TEXT </s>"
     assert said == [f"sparsellm: documents of {forms}"]
     hf = tmp_path / "runs/other/checkpoints/step_00000002/hf"
     assert json.loads((hf / "config.json").read_text())["eos_token_id"] == [1, 2]  # </s> of source, too

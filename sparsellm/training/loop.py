@@ -130,7 +130,7 @@ class Trainer:
         if sparsity.reinit_dead_after_tokens is not None:
             self.reinitialization = Reinitialization(sparsity, training, model, self.decoder, self.optimizer)
         self.data_state: dict[str, Any] | None = None  # position in the data
-        self.other_ends: list[int] = []  # tokens that end a text of the init_from model, besides the data's
+        self.other_ends: list[int] = []  # end-of-text tokens of the init_from model, in addition to the data's
         self.card_rows: list[dict[str, Any]] = []  # rows for the model card of the checkpoint being written
         self.resumed: dict[str, Any] = {}  # values of the checkpoint from which the run resumes
         self.log: RunLog | None = None  # on the main rank, after `_open_log`
@@ -138,7 +138,7 @@ class Trainer:
         self.loss_range = LossRange()
         self.diverged = False  # whether training.stop_on_divergence ends the run
         self.reported: StepReport | None = None  # the last logged step, until `_read` reads its numbers
-        # The row of a step that is not scored yet: on the main rank, and after a resume on all ranks.
+        # The row of a step whose scores are still missing. Only the main rank has the row, but after a resume all do.
         self.row: dict[str, Any] | None = None
         self.retention = Retention(config.run, training.steps, last_common_step(training, config.optimizer, sparsity))
         self.checkpoints = Checkpoints(
@@ -177,7 +177,8 @@ class Trainer:
             try:
                 self._train(stop)
             except DataError:
-                # Save the completed steps. Several ranks cannot, because the other ranks are already in the next step.
+                # Save the completed steps. With several ranks this is impossible, because a save needs all ranks and
+                # the others are already in the next step.
                 if self.ranks.world_size == 1 and self.step > first and not self.optimizer.skipped_in_row.item():
                     self._read()
                     self._save()
@@ -186,7 +187,7 @@ class Trainer:
                 if self.log is not None:
                     self.log.progress.close()
                 self.checkpoints.wait()  # finish the save in progress, whatever ends the run
-            # Without a signal on this rank, another rank was signalled.
+            # If the run stopped early but this rank received no signal, another rank did: report SIGTERM.
             signalled = 128 + (stop.signal or signal.SIGTERM)
             exit_code = 0 if self.step >= self.config.training.steps else 1 if self.diverged else signalled
             if self.log is not None:

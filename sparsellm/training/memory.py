@@ -178,7 +178,7 @@ class Gpu:
         self.hold()
 
     def hold(self) -> None:
-        """Limit torch's allocator to what the process's current memory outside of tensors leaves of the limit."""
+        """Limit torch's allocator to the process's limit minus what the process now holds outside of tensors."""
         share = max(0, self.limit - self._outside()) / self.total if self.limited else 1.0
         torch.cuda.set_per_process_memory_fraction(share, self.device)
 
@@ -191,8 +191,8 @@ class Gpu:
     def peak_of(self, work: Callable[[], None]) -> int | None:
         """Peak bytes of tensors during the second of two calls of `work`; None if memory ran out.
 
-        If the allocator had to release cached blocks, memory also counts as run out, because every step would wait for
-        the release. The first call compiles, and may need more memory.
+        Also None if the second call only fitted because the allocator released cached blocks, since every step would
+        then wait for such a release. The first call is not measured, because it compiles and may need more memory.
         """
         peak = None
         try:
@@ -212,7 +212,7 @@ class Gpu:
 
     def _outside(self) -> int:
         """Bytes that this process holds on the GPU outside of tensors, according to the driver's list of processes. If
-        that list does not show this process (in some containers), all used memory except this process's tensors."""
+        that list does not show this process (in some containers), all used memory is assumed to be this process's."""
         free, total = torch.cuda.mem_get_info(self.device)
         reserved = torch.cuda.memory_reserved(self.device)
         used = _used_by_this_process(self.device)

@@ -4,9 +4,9 @@ docs/TRAINING.md, "Micro-batch size and memory", describes how `auto` chooses a 
 the global batch, grows it once layers are sparse, and halves it when memory runs out. A step's gradients are sums over
 the tokens of the global batch (training/loop.py), so the size only changes rounding.
 
-All ranks decide alike, from numbers agreed on at the start and from the plans. Only the forward and backward passes
-that check a size wait for the device. They leave no trace: gradients are cleared, random states restored, and counts
-ignored. A run grows once, so at most two sizes are compiled.
+All ranks make the same decisions, because they use the plans and numbers that they agreed on at the start. Only the
+forward and backward passes that check a size wait for the device. These passes leave no trace: gradients are cleared,
+random states restored, and counts ignored. A run grows once, so at most two sizes are compiled.
 
 A deterministic run uses the estimate alone and never grows. A sharded run also uses the estimate alone, but may grow: a
 check would contain collectives, which a rank that runs out of memory would never reach. On a CPU, whose memory is not
@@ -38,7 +38,7 @@ AUTO = "auto"
 RECORD = "micro_batch.json"  # in the run's folder, after out of memory with several ranks
 CPU_SEQUENCES = 16  # largest size on a CPU
 MOST_TOKENS = 131_072  # maximum tokens per micro-batch; larger ones gain little and were not measured
-SETTLED = 4  # plan decisions, which take 32 steps
+SETTLED = 4  # a larger size must fit at this many plan decisions in a row (32 steps) before the run grows
 MARGIN = 0.02  # fraction of the estimated memory that is reserved for fragmentation
 # Minimum tokens per micro-batch of a sharded run: 4,096 were too few for its communication (docs/dev/LOG.md).
 FEW_TOKENS = 8_192
@@ -110,7 +110,7 @@ class MicroBatch:
             if not self.restored:
                 self._take_first(self._largest(limit - UNMEASURED, self._sizes()))
             return
-        if self.ranks.world_size > 1:  # NCCL allocates its buffers on first use: before memory is measured
+        if self.ranks.world_size > 1:  # NCCL allocates its buffers on first use, so use it before measuring memory
             count = self.memory.runtime.ddp_bucket_mb * 2**20 // FLOAT32
             dist.all_reduce(torch.zeros(count, device=self.ranks.device))
         available = min(gather(self.gpu.available()))
@@ -293,9 +293,9 @@ class MicroBatch:
                 most, because = int(record["most"]), record["because"]
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise MicroBatchError(
-                    f"{path} cannot be read ({error}): it says how many sequences fit. Remove it to find that out again"
+                    f"{path} cannot be read ({error}): it limits the micro-batch size. Remove it to try all sizes again"
                 ) from error
-            warn(f"micro-batch at most {most}: {because} ({path}; without it all sizes are tried)")
+            warn(f"the micro-batch size is limited to {most}: {because} (remove {path} to try all sizes again)")
             return most
 
         most = on_main(self.ranks, read)

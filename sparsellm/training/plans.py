@@ -3,7 +3,7 @@
 The nonzeros of steps s = 1, 9, 17, ... (every DECIDE_EVERY steps) are counted, summed over the ranks, and copied to the
 host without blocking. They decide the plans right before step s + DELAY, when the host waits for step s while the
 device still computes step s + 1. So all ranks make the same decisions before the same steps. `state` holds counts that
-have not decided yet, so a run that was stopped in between resumes identically.
+no decision has used yet, so a run that was stopped in between resumes identically.
 
 Engines are chosen by costs measured on rank 0's GPU, by `sparsellm calibrate` or when the run starts (`begin`); without
 measurements, by the package's constants. `state` holds these costs, and a resumed run uses them even if `calibrate` has
@@ -29,7 +29,7 @@ from sparsellm.runs.metrics import StepSums, to_host
 
 DECIDE_EVERY = 8  # steps
 DELAY = 2  # steps
-SKIPPED = -1.0  # takes the place of every count of a skipped step
+SKIPPED = -1.0  # replaces every count of a skipped step
 
 
 @dataclass
@@ -64,7 +64,7 @@ class Plans:
         for block, tensor in zip(self.blocks, self.tensors, strict=True):
             block.training_plan = tensor
         self._choose_by(None)
-        self.counts: Counts | None = None  # counts that have not decided yet
+        self.counts: Counts | None = None  # counts that no decision has used yet
         self.idle = False  # whether PyTorch computes the layers, while training/relu_annealing.py mixes SiLU and ReLU
 
     @property
@@ -79,9 +79,9 @@ class Plans:
 
     def begin(self) -> None:
         """Start a new run with the costs of rank 0's GPU, measured now if they are not cached. Collective."""
-        self._choose_by(on_main(self.ranks, self._measured))
+        self._choose_by(on_main(self.ranks, self._measured_costs))
 
-    def _measured(self) -> Costs | None:
+    def _measured_costs(self) -> Costs | None:
         if not backend.loaded():
             return None
         missing = [self.layer] if self.calibrate else []
@@ -161,7 +161,7 @@ class Plans:
             chosen_by = "the costs measured here" if self.policy.measured else "an H200's constants"
             self.ranks.say(
                 f"sparsellm: the run chose engines by costs of {backend.NAMES[costs['kernels']]}, which are not used"
-                f" here: now it chooses by {chosen_by}"
+                f" here: from now on it chooses by {chosen_by}"
             )
         if (counts := state["counts"]) is not None:
             self.counts = Counts(counts["step"], torch.tensor(counts["values"], dtype=torch.float64), None)

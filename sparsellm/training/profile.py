@@ -49,7 +49,7 @@ class Profile:
             torch.cuda.synchronize(self.ranks.device)
 
     def write(self) -> None:
-        """Write the steps traced so far, if any. Called too by a run that stops before the last step to trace."""
+        """Write the steps traced so far, if any. A run that stops early calls this too, so that its trace is kept."""
         if self._profiler is None:
             return
         self._wait()

@@ -15,7 +15,7 @@ BAR = "{desc}  {percentage:3.0f}% {bar} {postfix[0]}"
 
 
 class Progress:
-    """Shows the progress on stderr of a run that has done `first` of its `steps` steps."""
+    """Shows on stderr the progress of a run that has done `first` of its `steps` steps."""
 
     def __init__(self, name: str, first: int, steps: int, tokens_per_step: int) -> None:
         self.steps, self.tokens_per_step = steps, tokens_per_step

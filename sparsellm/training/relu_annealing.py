@@ -1,8 +1,9 @@
 """Anneals the gate from SiLU to ReLU during training (sparsity.relu_tokens, DESIGN §2).
 
-Over relu_tokens tokens the gate is (1 - a) silu(z) + a relu(z), with a linear from 0 to 1, and PyTorch computes the
-layers (sparsellm.ops.mixed). Once a is 1, the layers are ordinary ReLU layers, on the kernels if available. a is a
-tensor on the device, so a new value recompiles nothing; the switch to pure ReLU recompiles the layers once.
+Over relu_tokens tokens the gate is (1 - a) silu(z) + a relu(z), where a grows linearly from 0 to 1, and PyTorch
+computes the layers (sparsellm.ops.mixed). Once a is 1, the layers are ordinary ReLU layers, on the kernels if
+available. The share a is a tensor on the device, so a new value recompiles nothing; the switch to pure ReLU recompiles
+the layers once.
 """
 
 from typing import Any
@@ -38,7 +39,7 @@ class MixedFeedForward(nn.Module):
 class ReluAnnealing:
     """Sets the mix of SiLU and ReLU in a decoder's blocks for each step.
 
-    Accelerate and shard `decoder` before. `plans`: the plans of the decoder's layers.
+    Create this object after `decoder` is accelerated and sharded. `plans`: the plans of the decoder's layers.
     """
 
     def __init__(self, config: SparsityConfig, decoder: Decoder, plans: Plans | None, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Stop requests by SIGTERM, SIGINT and SIGHUP, and others in subclasses."""
+"""Turns SIGTERM, SIGINT and SIGHUP into requests to stop a run, so that it can save a checkpoint before it ends."""
 
 import os
 import signal
@@ -52,8 +52,8 @@ class StopRequest(StopSignals):
     """The stop request of a run. The first signal prints what the run will do; a second SIGTERM or SIGINT ends the
     process at once.
 
-    The end of torchrun or of the terminal is a request too. Its signal may arrive several times (a terminal's from the
-    system and from the shell), so repeating it does not end the process.
+    The end of torchrun or of the terminal is a request too. Its signal may arrive several times (both the system and
+    the shell report a closed terminal), so a repetition does not end the process.
 
     Python runs no signal handler while the main thread waits in a collective, perhaps for a rank that hangs. So a
     thread reads every signal from Python's wakeup file descriptor: it prints what the run will do, shortens the wait
@@ -99,5 +99,6 @@ class StopRequest(StopSignals):
             groups.hurry()
 
 
-# A forked process inherits the pipe, but its signals are no requests to stop the parent.
+# A forked process, such as a data worker, inherits the wakeup descriptor. Without this reset, a signal to the worker
+# would write to the parent's pipe, and the run would stop.
 os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))

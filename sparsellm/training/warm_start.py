@@ -1,7 +1,7 @@
 """Warm start: a run that starts from an existing model instead of random weights (init_from, docs/TRAINING.md).
 
-The model gives the architecture and the weights, and its tokenizer must be that of the data. A run that has started
-does not need the model any more: config.yaml holds the architecture and checkpoints hold the weights.
+The model provides the architecture and the weights, and its tokenizer must be that of the data. Once a run has started,
+it no longer needs the model: config.yaml holds the architecture and checkpoints hold the weights.
 """
 
 from collections.abc import Iterator, Sequence
@@ -95,12 +95,13 @@ def require_one_tokenizer(models: dict[str, str], corpus: DataConfig, data: Data
                 if corpus.source == Source.stdlib_docs:
                     what, text = "your own text", "data=files data.files=[PATTERN,...] "
                 raise DataError(
-                    f"{where} has tokens of {used}, but {key}={name} has another tokenizer, for which they mean other"
-                    f" text: prepare {what}, in another data.path, with {text}data.tokenizer={checkpoint.model}"
+                    f"{where} has tokens of {used}, but {key}={name} has another tokenizer, which gives these tokens"
+                    f" other meanings: prepare {what}, in another data.path, with"
+                    f" {text}data.tokenizer={checkpoint.model}"
                 )
             ours, theirs = tokenizer.form(prepared), tokenizer.form(own)
             if ours != theirs:  # a base model and its chat model, for example
-                warn(f"documents of {where} have the form {ours}, those of {key}={name} {theirs}")
+                warn(f"documents of {where} have the form {ours}, but those of {key}={name} have the form {theirs}")
 
     on_main(ranks, compare)
 
@@ -116,8 +117,8 @@ def tokenizer_mistakes(given: str | None, init_from: str | None, teacher: str | 
                 own = tokenizer.load(checkpoint.model, key)
             if tokenizer.serialized(own) != tokenizer.serialized(tokenizer.load(given)):
                 found.append(
-                    f"data.tokenizer={given} differs from the tokenizer of {key}={name}, for which its tokens mean"
-                    f" other text: use data.tokenizer={checkpoint.model}"
+                    f"data.tokenizer={given} differs from the tokenizer of {key}={name}, which gives the same tokens"
+                    f" other meanings: use data.tokenizer={checkpoint.model}"
                 )
         except (ConfigError, DataError) as error:
             found += error.mistakes if isinstance(error, ConfigError) else [str(error)]

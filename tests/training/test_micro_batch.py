@@ -349,7 +349,7 @@ def test_two_ranks_agree_grow_alike_and_go_on_with_half_after_one_ran_out_of_mem
     assert record == {"most": 4, "because": f"rank 1, {said}"}
     assert f"rank 1: {said}. Restarted" in done.stderr
     assert "step 9: layers are sparse: micro-batch 4 -> 8" in done.stderr
-    assert "micro-batch at most 4: rank 1, step 11" in done.stderr
+    assert "the micro-batch size is limited to 4: rank 1, step 11" in done.stderr
     rows = read(folder / METRICS)
     assert [row["step"] for row in rows] == list(range(1, 21))
     assert sizes(rows) == [4] * 8 + [8] * 2 + [4] * 10
