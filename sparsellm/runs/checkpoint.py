@@ -6,7 +6,7 @@
         COMMITTED   JSON: size and checksum of every file above; written last
         evaluation/ scores, if evaluated; also analysis/ and benchmark/. Not in COMMITTED; deleted with the checkpoint
 
-What a kill at any instant can leave behind, by folder suffix. A folder without a suffix is a checkpoint.
+A kill at any instant can leave behind folders with these suffixes. A folder without a suffix is a checkpoint.
 
     .partial    being written. COMMITTED is written, and all files are synced, before the folder is renamed to step_N.
     .replaced   the old step_N while a new one takes its place: restored if the new one did not arrive.
@@ -45,7 +45,7 @@ from torch.distributed.tensor import DTensor
 
 from sparsellm.distributed.groups import Ranks, explain_failure, gather
 from sparsellm.runs.committed import problems, seal
-from sparsellm.runs.layout import STATE, STEP, VALUES, by_step, rank_json
+from sparsellm.runs.layout import STATE, STEP, VALUES, checkpoints_by_step, rank_json
 from sparsellm.runs.snapshot import MODEL_PREFIX, own_copies, to_host, write
 from sparsellm.runs.state_reader import StateReader, StateRefused
 from sparsellm.system import regular
@@ -55,7 +55,7 @@ from sparsellm.system.files import sync, unused
 
 LEFTOVER = rf"({STEP})\.(partial|replaced|deleting)"
 RANK_PREFIX = "rank."
-NAMED_DIFFERENCES = 8  # most differences in a message: a wrong model differs in hundreds of tensors
+NAMED_DIFFERENCES = 8  # maximum number listed in a message, because a wrong model differs in hundreds of tensors
 
 T = TypeVar("T")
 
@@ -225,7 +225,7 @@ class Checkpoints:
                 _delete(replaced)
 
         def prune() -> None:
-            steps = list(by_step(self.folder.iterdir()))
+            steps = list(checkpoints_by_step(self.folder.iterdir()))
             for old in sorted({*steps[: -self.keep]} - self.for_good(steps)):
                 _delete(self._path(old))
 
@@ -261,7 +261,7 @@ class Checkpoints:
     def _find(self, skip_damaged: bool) -> int | None:
         damaged: dict[int, str] = {}
         whole = None
-        for step in reversed(by_step(self.folder.iterdir())):
+        for step in reversed(checkpoints_by_step(self.folder.iterdir())):
             if (damage := self._damage(step)) is None:
                 whole = step
                 break
@@ -364,12 +364,12 @@ def _match(state: Path, tensors: dict[str, torch.Tensor], prefix: str) -> dict[s
     differences = []
     for name in sorted(shared.keys() | asked.keys()):
         if name not in shared:
-            differences.append(f"{name} is missing from it")
+            differences.append(f"{name} is missing from the checkpoint")
         elif name not in asked:
             differences.append(f"{name} is unknown to this run")
         elif shared[name] != asked[name]:
             (dtype, shape), (asked_dtype, asked_shape) = shared[name], asked[name]
-            differences.append(f"{name} is {dtype} {shape} in it, but {asked_dtype} {asked_shape} in this run")
+            differences.append(f"{name} is {dtype} {shape} in the checkpoint, but {asked_dtype} {asked_shape} here")
     if differences:
         more = len(differences) - NAMED_DIFFERENCES
         raise CheckpointError(

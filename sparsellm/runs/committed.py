@@ -36,25 +36,26 @@ def seal(folder: Path, step: int) -> None:
     sync(folder)
 
 
-def recorded(folder: Path, inside: str = "") -> tuple[Any, dict[str, tuple[int, str]]]:
-    """What COMMITTED says: the step, and {name: (bytes, checksum)} of files below `inside`. Raises UNREADABLE."""
+def recorded(folder: Path, prefix: str = "") -> tuple[Any, dict[str, tuple[int, str]]]:
+    """Read COMMITTED: (the step, {name: (bytes, checksum)} of files whose names begin with `prefix`). Raises
+    UNREADABLE."""
     commit = json.loads(regular.content(folder / COMMITTED))
     files = {name: (entry["bytes"], entry["xxh3_128"]) for name, entry in commit["files"].items()}
-    return commit["step"], {name: entry for name, entry in files.items() if name.startswith(inside)}
+    return commit["step"], {name: entry for name, entry in files.items() if name.startswith(prefix)}
 
 
-def problems(folder: Path, step: int | None, inside: str = "") -> list[str]:
+def problems(folder: Path, step: int | None, prefix: str = "") -> list[str]:
     """How the files in `folder` differ from COMMITTED; empty if the checkpoint is intact.
 
-    `step`: the checkpoint's step, or None if unknown. `inside`: only files whose names begin with it are compared.
+    `step`: the checkpoint's step, or None if unknown. Only files whose names begin with `prefix` are compared.
     """
     try:
-        committed_step, wanted = recorded(folder, inside)
+        committed_step, wanted = recorded(folder, prefix)
     except FileNotFoundError:
         return [f"{COMMITTED} is missing"]
     except UNREADABLE as error:
         return [f"{COMMITTED} cannot be read ({type(error).__name__}: {error})"]
-    files = {name: path for name, path in _files(folder).items() if name.startswith(inside)}
+    files = {name: path for name, path in _files(folder).items() if name.startswith(prefix)}
     found = [] if step in (None, committed_step) else [f"{COMMITTED} belongs to step {committed_step}"]
     found += [f"{name} is missing" for name in sorted(wanted.keys() - files.keys())]
     found += [f"{name} is not listed in {COMMITTED}" for name in sorted(files.keys() - wanted.keys())]

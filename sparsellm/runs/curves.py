@@ -54,7 +54,7 @@ class Curves:
             plots[NONZEROS] = self.nonzeros
         if any(row["dead_per_layer"] is not None for row in rows):
             plots[DEAD] = self.dead_neurons
-        plots[LOSS_PLOT] = self.losses  # last: `report.is_drawn` takes this file as the sign that all were written
+        plots[LOSS_PLOT] = self.losses  # last, because `report.is_drawn` takes this file as proof of a complete set
         with matplotlib.rc_context(STYLE):
             return drawn({name: partial(lambda plot: saved(plot(rows)), plot) for name, plot in plots.items()})
 

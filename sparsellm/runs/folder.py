@@ -33,7 +33,7 @@ from sparsellm.distributed.groups import Ranks, on_main, require_shared
 from sparsellm.model.dtypes import DTYPES
 from sparsellm.runs.checkpoint import clear_leftovers, leftovers, size_of, spelled
 from sparsellm.runs.committed import UNREADABLE, recorded
-from sparsellm.runs.layout import CHECKPOINTS, CONFIG, STATE, VALUES, WAITING_ROW, by_step, checkpoint
+from sparsellm.runs.layout import CHECKPOINTS, CONFIG, STATE, VALUES, WAITING_ROW, checkpoint, checkpoints_by_step
 from sparsellm.runs.retention import Retention, last_common_step
 from sparsellm.system import locks, regular
 from sparsellm.system.console import warn
@@ -195,7 +195,7 @@ def names_by_hash(root: Path) -> dict[str, str]:
 
 def saved_steps(folder: Path) -> list[int]:
     """The steps of the checkpoints in the run's `folder`, from their names, ascending."""
-    return list(by_step((folder / CHECKPOINTS).glob("step_*")))
+    return list(checkpoints_by_step((folder / CHECKPOINTS).glob("step_*")))
 
 
 def tidy(folder: Path) -> None:

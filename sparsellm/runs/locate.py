@@ -14,11 +14,21 @@ from sparsellm.config import RunConfig
 from sparsellm.hf import pretrained
 from sparsellm.hf.hub import is_missing
 from sparsellm.runs.committed import HASH_THREADS, file_digest, problems, recorded
-from sparsellm.runs.layout import ANALYSIS, BENCHMARK, CHECKPOINTS, COMMITTED, CONFIG, EVALUATION, HF, STEP, by_step
+from sparsellm.runs.layout import (
+    ANALYSIS,
+    BENCHMARK,
+    CHECKPOINTS,
+    COMMITTED,
+    CONFIG,
+    EVALUATION,
+    HF,
+    STEP,
+    checkpoints_by_step,
+)
 from sparsellm.system.errors import SparsellmError
 
 RUNS = RunConfig.root  # default folder of runs
-LISTED = 10  # most existing folders that the message about a missing folder lists
+LISTED = 10  # maximum number of existing folders that the message about a missing folder lists
 TEXTS = "plain text, or parquet or jsonl with a column `text`"  # accepted as text=FILE
 OTHER_ROWS = (".csv", ".tsv", ".ndjson", ".jsonlines", ".arrow")
 # Output folders for checkpoints that cannot be written to.
@@ -136,7 +146,7 @@ def _located(name: str) -> Checkpoint:
             raise CheckpointNotFound(_missing(name))
         return Checkpoint(name, None, None, None)
     if (path / CHECKPOINTS).is_dir():
-        whole = [f for f in by_step((path / CHECKPOINTS).iterdir()).values() if (f / COMMITTED).is_file()]
+        whole = [f for f in checkpoints_by_step((path / CHECKPOINTS).iterdir()).values() if (f / COMMITTED).is_file()]
         if not whole:
             raise CheckpointNotFound(
                 f"checkpoint={name} is a run without a complete checkpoint: continue its training first"

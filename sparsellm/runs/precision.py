@@ -16,7 +16,7 @@ from sparsellm.system.console import is_main_rank, warn
 
 
 def default_on(device: str) -> str:
-    """Why commands that generate or measure compute in bfloat16 on a GPU, and in float32 on a CPU."""
+    """The reason that commands print for their default dtype, which is bfloat16 on a GPU and float32 on a CPU."""
     return f"the default on a {'GPU' if device == 'cuda' else 'CPU'}"
 
 
@@ -34,7 +34,7 @@ def computed_in(asked: Dtype, checkpoint: Checkpoint) -> tuple[torch.dtype, str]
     """
     if asked != Dtype.auto:
         return getattr(torch, asked.name), f"dtype={asked.name}"
-    with suppress(ConfigError, OSError):  # a damaged config.yaml: the weights are as good as before
+    with suppress(ConfigError, OSError):  # a damaged config.yaml does not make the weights unusable
         if checkpoint.run is not None:
             return DTYPES[load(checkpoint.run / CONFIG).runtime.precision], "as the run trained"
     return pretrained.stored_dtype(checkpoint.model), "as stored"

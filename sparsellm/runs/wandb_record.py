@@ -59,7 +59,7 @@ SETTINGS: dict[str, Any] = {
     "init_timeout": 6,  # seconds for the server to answer; wandb's default is 90
     "finish_timeout": FINISHING,  # seconds to upload the rest; wandb's default is unlimited
     "finish_timeout_raises": True,
-    "x_disable_meta": True,  # command line, program, interpreter, folder
+    "x_disable_meta": True,  # otherwise wandb would record the command line, program, interpreter and folder
     "host": "",
     "disable_git": True,
 }
@@ -288,7 +288,7 @@ def _environment(bare: bool) -> Iterator[None]:
 
 @contextmanager
 def _quiet_logging() -> Iterator[None]:
-    """wandb also keeps a log in the run's folder; if it cannot be written, logging prints tracebacks."""
+    """Suppress the tracebacks that `logging` prints if wandb cannot write its own log in the run's folder."""
     before, logging.raiseExceptions = logging.raiseExceptions, False
     try:
         yield

@@ -351,14 +351,14 @@ def test_a_damaged_one_behind_a_whole_one_is_left_alone(two_saved, ranks):
     ("change", "named"),
     [
         (lambda t: t.pop("optimizer.step"), "optimizer.step is unknown to this run"),
-        (lambda t: t.update({"model.bias": torch.zeros(2)}), "model.bias is missing from it"),
+        (lambda t: t.update({"model.bias": torch.zeros(2)}), "model.bias is missing from the checkpoint"),
         (
             lambda t: t.update({"model.weight": torch.zeros(10, 100)}),
-            "model.weight is torch.float32 [1000] in it, but torch.float32 [10, 100] in this run",
+            "model.weight is torch.float32 [1000] in the checkpoint, but torch.float32 [10, 100] here",
         ),
         (
             lambda t: t.update({"model.weight": torch.zeros(1000, dtype=torch.bfloat16)}),
-            "model.weight is torch.float32 [1000] in it, but torch.bfloat16 [1000] in this run",
+            "model.weight is torch.float32 [1000] in the checkpoint, but torch.bfloat16 [1000] here",
         ),
     ],
     ids=["extra", "missing", "shape", "dtype"],
