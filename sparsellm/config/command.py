@@ -27,9 +27,9 @@ def entry_point(
 ) -> Callable[[Callable[[AnyConfig], int]], Callable[[list[str], str], int]]:
     """Make `main(config)` the command `name`: compose the configuration, check it, and call `main`.
 
-    `check(config, typed overrides)` lists every mistake. The command's rules in COMMANDS alone apply without `check`,
-    and if a typed override is refused, because the effect of that override on other checks is unknown. `adopt` sets
-    values in place from files that the configuration names. `adopt` runs before the rules, and `check` must call it.
+    `check(config, typed overrides)` lists every mistake. Without `check`, or if a typed override is refused (its effect
+    on other checks is unknown), only the command's rules in COMMANDS apply. `adopt` sets values in place from files
+    that the configuration names. `adopt` runs before the rules, and `check` must call it.
 
     Exit code: the result of `main`, 2 for a refused configuration (with every mistake listed), or 1 for any other error
     of this package.

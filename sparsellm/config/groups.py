@@ -6,7 +6,7 @@ from pathlib import Path
 import yaml
 
 PACKAGE = Path(__file__).resolve().parents[1]
-# In a checkout the configs stand next to the package; a wheel carries them inside it.
+# In a checkout, configs/ is next to the package; in a wheel, it is inside the package.
 CONFIGS = PACKAGE / "configs" if (PACKAGE / "configs").is_dir() else PACKAGE.parent / "configs"
 CONFIG, CONFIG_DIR = "--config", "--config-dir"  # options of every command that takes overrides
 OPTIONS = {CONFIG: "FILE", CONFIG_DIR: "DIR"}  # option -> what its value is called

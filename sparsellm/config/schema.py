@@ -299,7 +299,7 @@ class LoggingConfig:
 class EvaluationConfig:
     """Downstream tasks during training; keys shared with `evaluate` have the same meaning."""
 
-    every: int = key(0, "Steps between evaluations, which include the last step. 0: never.", minimum=0)
+    every: int = key(0, "Steps between evaluations; the last step is evaluated too. 0: never.", minimum=0)
     tasks: list[str] = key([], "Tasks to score, out of the seven. Empty: all.")
     data_dir: str | None = key(None, "Folder of task rows, DIR/TASK/SPLIT.jsonl or .parquet. null: the hub's rows.")
     limit: int | None = key(None, "Maximum rows per task. null: all.", minimum=1)
@@ -362,8 +362,8 @@ class SweepConfig:
     baseline: bool = key(False, "Add the dense baseline, sparsity=dense_silu.")
     evaluate: bool = key(True, "Evaluate every finished run with the options evaluate.*.")
     benchmark: bool = key(False, "Benchmark speed, memory and energy of every finished run.")
-    parallel: int = key(1, "Runs at once, each on GPUs of its own; their output goes to their logs only.")
-    share_gpus: bool = key(False, "Let runs at once share GPUs where there are too few for each to have its own.")
+    parallel: int = key(1, "Number of concurrent runs, each on its own GPUs; their output goes only to their logs.")
+    share_gpus: bool = key(False, "Let concurrent runs share GPUs if there are too few for each to have its own.")
     nproc_per_node: int | None = key(None, "Processes per run. null: one per GPU, divided by sweep.parallel, or 1.")
     point: int | None = key(None, "Index of the only run to do, from 0; used by the tasks of a SLURM array. null: all.")
 

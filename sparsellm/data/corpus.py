@@ -53,7 +53,7 @@ class Document(NamedTuple):
     file: int
     number: int
     fault: str | None = None  # why the record cannot be read; text is then empty
-    end: bool = False  # no document: the file has `number` documents
+    end: bool = False  # not a document, but the end of a file that has `number` documents
     estimate: tuple[float, ...] | None = None  # shares.Estimate
 
     def position(self) -> Position:

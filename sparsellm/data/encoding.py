@@ -72,7 +72,7 @@ def _by_processes(
     os.environ.setdefault(PARALLELISM, "true")
     try:
         executor = ProcessPoolExecutor(cores, get_context("fork"), _begin, given)
-    except OSError as error:  # from a pipe or a semaphore
+    except OSError as error:  # a pipe or a semaphore cannot be created
         raise _not_started(error) from error
     try:
         for number in count(1):
@@ -96,13 +96,13 @@ def _by_processes(
 
 
 def _submit(executor: ProcessPoolExecutor, texts: list[str]) -> Future[Encoded]:
-    """The first call starts the processes."""
+    """Submit the texts of a chunk. The first call also starts the processes."""
     before = set(multiprocessing.active_children())
     try:
         return executor.submit(_encode, texts)
     except BrokenProcessPool:
         raise
-    except (OSError, RuntimeError) as error:  # from a fork; from a thread
+    except (OSError, RuntimeError) as error:  # a failed fork raises OSError, a failed thread RuntimeError
         # Processes that did start would wait for work forever, and this process for them.
         for process in set(multiprocessing.active_children()) - before:
             process.kill()

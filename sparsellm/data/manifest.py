@@ -4,7 +4,7 @@
     train.tokens            one stream of token ids; each document ends with the end-of-text token, and starts with the
                             begin-of-text token if there is one; little-endian uint16, or uint32 for a vocabulary above
                             65,536
-    train.documents         where each document starts in it; little-endian int64
+    train.documents         where each document starts in train.tokens; little-endian int64
     validation.tokens, validation.documents
     manifest.json           this file's `Manifest`; written last, so its presence means that the rest is complete.
                             While tokens are added, files are longer than it says; the excess is not read
@@ -76,7 +76,8 @@ class Manifest:
     seed: int | None = None  # shuffles the blocks of each file
     goals: list[int] = field(default_factory=list)  # training tokens asked for so far, in ascending order
     targets: dict[str, int] = field(default_factory=dict)  # current pass: training tokens after each file
-    taken: dict[str, dict[str, int]] = field(default_factory=dict)  # file -> documents, training tokens, whether all
+    # file -> documents and training tokens taken from the file, and whether the whole file was read
+    taken: dict[str, dict[str, int]] = field(default_factory=dict)
     # In progress.json: counts and position before the first document of the current file, whose documents can be rolled
     # back. None if the file has no document yet, or has some from an earlier pass or in a finished folder.
     begun: dict[str, Any] | None = None
@@ -193,7 +194,7 @@ def _checksums(folder: Path, sizes: dict[str, int], verified: Verified | None) -
 
 
 def _digest(name: str, path: Path, size: int, verified: Verified | None, bar: tqdm) -> str:
-    if verified is None or size < path.stat().st_size:  # the file is longer
+    if verified is None or size < path.stat().st_size:  # the cache holds checksums of whole files only
         return digest_of(path, size, bar).hexdigest()
     return verified.checksum(name, path, bar)
 

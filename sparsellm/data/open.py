@@ -87,9 +87,8 @@ def mistakes(request: Request, run: RunConfig, typed: Sequence[str] = ()) -> lis
             f" with {request.command(typed)} or repeat these with data.max_tokens={ready.train.tokens}"
         )
     found += manifest.size_mistakes(ready, folder)
-    if world_size_from_environment() == 1 and not _has_begun(
-        run
-    ):  # with several ranks, one checks later, because it may read files
+    # With several ranks, rank 0 alone checks this later, because the check may read whole files.
+    if world_size_from_environment() == 1 and not _has_begun(run):
         found += [sources.refusal(change, folder) for change in sources.changes(ready, folder)]
     found += request.block_mistakes(ready)
     found += request.vocabulary_mistakes(ready.vocab_size)

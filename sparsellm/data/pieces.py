@@ -8,8 +8,8 @@ A piece ends before a space between a word and a letter. That changes no token i
   after another character: then no merge spans the split;
 - no added token, which is matched before all of that, spans the split.
 
-Llama 2's normalizer prepends "▁" to every text and replaces every space by it. There a piece starts with the letter,
-without the space, because it gets the "▁" instead.
+Llama 2's normalizer prepends "▁" to every text and replaces every space by "▁". For such a tokenizer, a piece starts
+with the letter and omits the space, because the normalizer adds the "▁".
 
 If the conditions do not hold, or are not known to hold, a document is not split: its encoding then takes 60 to 100
 bytes per character, on one core.
@@ -22,7 +22,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-LONG_DOCUMENT = 4_000_000  # characters; longer documents are split, so that all cores encode them, in 0.5 GB
+LONG_DOCUMENT = 4_000_000  # characters; longer documents are split, so that all cores encode them in 0.5 GB of memory
 PIECE = 500_000
 # Before a single space followed by a letter. Not next to a literal mark or other spaces, which may merge with it.
 _BREAK = re.compile(r"(?<=[^\s▁]) (?=[^\W\d_])")

@@ -78,7 +78,7 @@ def preparation_mistakes(request: Request) -> list[str]:
             "data.streaming=true tokenizes while training, so there is nothing to prepare: set data.streaming=false"
         ]
     try:
-        if _is_made_again(folder):
+        if _again_is_finished(folder):
             return []  # `prepare` takes what was made
         ready = read(folder)
         started = ready or read(folder, "progress.json")
@@ -111,10 +111,10 @@ def prepare(request: Request) -> Manifest:
     prepared tokens stay, and the next call continues from there.
     """
     folder, limit = request.data.folder, request.token_limit
-    if not request.data.streaming and _is_made_again(folder):
+    if not request.data.streaming and _again_is_finished(folder):
         with _exclusive(folder), _writing(folder, limit, []):
-            if _is_made_again(folder):
-                _take_place(folder)
+            if _again_is_finished(folder):
+                _replace_by_again(folder)
     if mistakes := preparation_mistakes(request):
         raise DataError("; ".join(mistakes))
     ready, started = read(folder), None
@@ -132,7 +132,8 @@ def prepare(request: Request) -> Manifest:
             verify(done, folder)  # otherwise new checksums would cover old damage
             if done.cut:
                 return _prepare_again(request, folder, done)
-        # If both exist, an extension was stopped, or a preparation at its very end: then they agree.
+        # If both manifests exist, either an extension was stopped, or a preparation was stopped right before its end.
+        # In the second case, both count the same tokens.
         before = progress
         if done is not None and (progress is None or progress.tokens <= done.tokens):
             before = replace(done, extends=True)
@@ -183,16 +184,16 @@ def _prepare_again(request: Request, folder: Path, done: Manifest) -> Manifest:
         shutil.copytree(folder / "tokenizer", again / "tokenizer")
         write(_from_the_start(replace(done, extends=True)), again, "progress.json")
     manifest = prepare(replace(request, data=replace(request.data, path=str(again))))
-    _take_place(folder)
+    _replace_by_again(folder)
     return manifest
 
 
-def _is_made_again(folder: Path) -> bool:
+def _again_is_finished(folder: Path) -> bool:
     """Whether again/ is finished, or was never started."""
     return (folder / AGAIN).is_dir() and not (folder / AGAIN / "progress.json").exists()
 
 
-def _take_place(folder: Path) -> None:
+def _replace_by_again(folder: Path) -> None:
     """Move the files of again/ to the locked `folder`; a start after a kill completes this."""
     again = folder / AGAIN
     for name in [*FILES, "manifest.json"]:

@@ -329,14 +329,14 @@ def _line(line: bytes, file: str, text_column: str) -> _Record | None:
     """The record of `line`; its row is _BLANK if the line is blank. None after the last line."""
     if not line:
         return None
-    content = line.removeprefix(codecs.BOM_UTF8)  # a file concatenated from several has more than one
+    content = line.removeprefix(codecs.BOM_UTF8)  # a file concatenated from several has several byte order marks
     if not content or content.isspace():
         return _Record(_BLANK, None, len(line))
     value, broken = None, None
     try:
         try:
             text = content.decode()
-        except UnicodeDecodeError as error:  # it does not matter if it is in another column
+        except UnicodeDecodeError as error:  # invalid bytes in another column do no harm
             text, broken = content.decode(errors="surrogateescape"), error
         value = json.loads(text)
         row = _row(value, text_column)

@@ -42,7 +42,7 @@ def begin_pass(manifest: Manifest, limit: int) -> int:
     if not unreached:
         manifest.goals.append(limit)
         unreached = [limit]
-    if next(reversed(manifest.targets.values()), None) != unreached[0]:  # none, or those of an earlier goal
+    if next(reversed(manifest.targets.values()), None) != unreached[0]:  # no targets, or targets of an earlier goal
         start, used = tokens_left(manifest), used_up(manifest)
         sizes = {file: size or 1 for file, size in manifest.source_files.items() if file not in used}
         sums, total = accumulate(sizes.values()), sum(sizes.values())
@@ -59,13 +59,14 @@ def used_up(manifest: Manifest) -> set[str]:
 
 
 def finish(manifest: Manifest) -> None:
-    """End the pass of a finished preparation; if it asked for less than the pass, an extension continues the pass."""
+    """End the pass of a finished preparation. If fewer tokens were requested than the pass would give, the pass stays
+    open, and an extension continues it."""
     if is_enough(manifest, manifest.goals[-1]):
         manifest.targets, manifest.position = {}, dict(corpus.START)
     elif left := [file for file, target in manifest.targets.items() if target > manifest.train.tokens]:
         print(
-            f"sparsellm: this preparation began with {manifest.goals[-1]:,} tokens; fewer are requested now, so"
-            f" {len(left):,} of {len(manifest.source_files):,} files have not given their whole share",
+            f"sparsellm: this preparation was started for {manifest.goals[-1]:,} tokens, but fewer are requested now:"
+            f" {len(left):,} of {len(manifest.source_files):,} files contribute less than their share",
             flush=True,
         )
 

@@ -88,7 +88,7 @@ class Writer:
 
     def __exit__(self, *_: object) -> None:
         for file in self.files.values():
-            with suppress(OSError):  # a full disk again: `flush` has raised it already, or has written everything
+            with suppress(OSError):  # a full disk: `flush` has already raised this error, or has written everything
                 file.close()
 
     def append(self, document: np.ndarray) -> None:
