@@ -116,7 +116,7 @@ def prepared_trainer(
 ) -> Iterator[tuple[Trainer, Iterator[tuple[Tensor, dict[str, Any]]]]]:
     """A trainer in a temporary run folder that is ready for `trainer.advance(batches)`.
 
-    weights: by the decoder's names, instead of the trainer's initial ones.
+    weights: initial weights by the decoder's names; None: the trainer's own.
     """
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         trainer = Trainer(config, ranks, opened, Path(folder))

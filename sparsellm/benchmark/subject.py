@@ -19,7 +19,7 @@ LEAST = 8  # tokens in a sequence
 
 
 class BenchmarkError(SparsellmError, RuntimeError):
-    """A checkpoint cannot be measured as asked; the message says why."""
+    """A checkpoint cannot be measured as requested; the message says why."""
 
 
 @dataclass(frozen=True)

@@ -187,8 +187,8 @@ class Evaluation:
         return identity, opened
 
     def _make(self, output: Path) -> None:
-        """Make the folder `output`, but not the checkpoint's own folder: its run may delete the checkpoint meanwhile.
-        Raises EvaluationError."""
+        """Create the folder `output`, but never the checkpoint's own folder, because the run may be deleting the
+        checkpoint. Raises EvaluationError."""
         try:
             inside = self.config.output_dir is None and self.checkpoint.folder in output.parents
             if not inside or self.config.limit is not None:
@@ -216,7 +216,7 @@ class Evaluation:
                 part, samples = self._score(task, kernels)
                 if part is None:
                     continue
-            # Before writing, because the disk may be full.
+            # Print the score before writing it, because the disk may be full.
             before = "  (finished before)" if samples is None else ""
             self.ranks.say(f"{name}  {part['result']['score']:.4f}{before}")
             if samples is not None:

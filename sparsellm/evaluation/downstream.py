@@ -28,7 +28,7 @@ from sparsellm.evaluation.tasks import LoadedTask
 from sparsellm.system.console import progress
 from sparsellm.system.errors import SparsellmError
 
-# Most logits in a batch of size `auto`: with a vocabulary of 49,152, that is 21,845 tokens on a GPU, 1,365 on a CPU.
+# Maximum logits in a batch of size `auto`: with a vocabulary of 49,152, that is 21,845 tokens on a GPU, 1,365 on a CPU.
 # The logits that predict a continuation are copied twice, the second time as log-probabilities.
 AUTO_LOGITS = {"cuda": 2**30, "cpu": 2**26}
 BYTES_PER_LOGIT = 16  # free GPU memory per logit: 8 for two float32, 8 for the layers
@@ -71,15 +71,15 @@ class SharedLM(HFLM):
         self._max_length = self.max_length  # cached: lm-eval searches the model's configuration each time (8 us)
         self.ranks, self.sequences = ranks, batch_size
         self.task_name, self.truncated = "", 0  # the current task, and how many of its requests exceed the context
-        self.failed_together = False  # in the current task: all ranks know of the error
-        self.encoded: Tokens | None = None  # for the next call of loglikelihood, if known
+        self.failed_together = False  # whether all ranks know of an error in the current task
+        self.encoded: Tokens | None = None  # tokens of the next call's texts, if they are already computed
         begin = str(tokenizer.decode(self.prefix_token_id))
         # The builder has no reference to this object: a cycle would keep the weights until a garbage collection.
         self.builder = Builder(ranks, partial(tokenize, tokenizer, begin))
         logits = AUTO_LOGITS[ranks.device.type]
         if ranks.device.type == "cuda":
             logits = min(logits, torch.cuda.mem_get_info(ranks.device)[0] // BYTES_PER_LOGIT)
-        # Of a batch of size "auto" that fits this rank's device; the minimum over ranks is used.
+        # The size of an "auto" batch that fits on this rank's device. The ranks then agree on the smallest size.
         self.tokens_per_batch = max(1, logits // model.config.get_text_config().vocab_size)
 
     def exchange(self, value: Any, error: str | None = None) -> list[Any]:

@@ -156,7 +156,7 @@ class LiveEvaluation:
         runtime = self.runtime
         model = conversion.view(weights, self.model, self.activation, data.end_of_text_id)
         if takes_kernels(runtime, self.activation, self.ranks.device.type):
-            accelerate(model, runtime.kernels.name, calibrate=False, policy=policy_of(decoder))  # the run's
+            accelerate(model, runtime.kernels.name, calibrate=False, policy=policy_of(decoder))  # the run's own policy
         tokenizer = pretrained.read_tokenizer(data.tokenizer_folder, self.model.vocab_size)
         autocast = torch.bfloat16 if runtime.precision == Precision.bfloat16 else None
         return SharedLM(model, tokenizer, self.ranks, self.evaluation.batch_size, autocast)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeGuard
 
-NAMED = 3  # most bad rows listed per task
+NAMED = 3  # maximum number of bad rows listed per task
 
 
 def mistakes(task: str, rows: Iterable[Mapping[str, Any]]) -> str | None:

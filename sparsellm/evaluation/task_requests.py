@@ -1,7 +1,7 @@
 """Builds the requests of tasks with lm-eval and tokenizes them, in a thread, two tasks ahead of the GPU.
 
 Each rank builds the requests of its share of a task's rows (every `world_size`-th row), and computes the metrics of
-its rows. Of other ranks' requests, a rank sees only the tokens.
+its rows. A rank sees only the tokens of other ranks' requests.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ from sparsellm.evaluation.tasks import LoadedTask, each_row
 # lm-eval compiles a template for each text of each row, which takes most of the time. A compiled template depends only
 # on its source, so lm-eval's `from_string` is cached here. The upstream fix would be a cache in lm-eval's
 # `apply_template`.
-setattr(lm_eval.utils.env, "from_string", cache(lm_eval.utils.env.from_string))  # noqa: B010 (a method, says mypy)
+setattr(lm_eval.utils.env, "from_string", cache(lm_eval.utils.env.from_string))  # noqa: B010 (mypy forbids `=`)
 # lm-eval draws progress bars on every rank while building requests, and has no setting for them.
 lm_eval.api.task.tqdm = partial(lm_eval.api.task.tqdm, disable=True)
 
@@ -28,7 +28,7 @@ Pairs = list[tuple[str, str]]  # (context, continuation) of each request
 Tokens = dict[str, list[int]]  # text -> tokens
 AHEAD = 2  # tasks built ahead, because building a large task takes longer than answering a small one
 TEXTS = 4096  # texts per tokenizer call, whose offsets and masks take memory
-OF_A_ROW = ("doc_to_text", "doc_to_target", "doc_to_choice")  # lm-eval's methods of a task, one template each
+OF_A_ROW = ("doc_to_text", "doc_to_target", "doc_to_choice")  # lm-eval's task methods that render a row's template
 
 
 def tokenize(tokenizer: Any, begin: str, pairs: Pairs) -> Tokens:

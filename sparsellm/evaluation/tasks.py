@@ -102,8 +102,8 @@ def load(name: str, data_dir: str | None) -> LoadedTask:
                 local = on_local_rows(name, definition, source)
                 definition = Path(folder, f"{name}.yaml")
                 definition.write_text(json.dumps(local | NO_EXAMPLES))  # JSON is YAML
-                # Checked before lm-eval reads the same rows, converted, from the cache of `datasets`: lm-eval would
-                # fail without naming the row.
+                # Check the rows before lm-eval reads them from the cache of `datasets`, because lm-eval's error would
+                # not name the bad row.
                 _require_whole(
                     name, datasets.load_dataset(local["dataset_path"], split=source.stem, **local["dataset_kwargs"])
                 )

@@ -82,7 +82,7 @@ def export(
     GenerationConfig.from_model_config(hub_config).save_pretrained(folder)
     tensors = {their_name(name): weight.to("cpu", dtype).contiguous() for name, weight in weights.items()}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    shutil.copymode(folder / "config.json", folder / WEIGHTS)  # safetensors makes its file readable by the owner only
+    shutil.copymode(folder / "config.json", folder / WEIGHTS)  # safetensors lets only the owner read its file
 
 
 def view(weights: dict[str, Tensor], config: ModelConfig, activation: Activation, end_of_text_id: int) -> Any:
@@ -97,7 +97,7 @@ def view(weights: dict[str, Tensor], config: ModelConfig, activation: Activation
     theirs = {HEAD: embedding} | {their_name(name): weight for name, weight in weights.items()}
     model.load_state_dict(theirs, assign=True)
     model.tie_weights()
-    # Rotary frequencies are not in the state_dict; built on the CPU, like in transformers, they have the same bits.
+    # Rotary frequencies are not in the state_dict. They are computed on the CPU, as in transformers, for equal bits.
     model.model.rotary_emb = type(model.model.rotary_emb)(hub_config).to(embedding.device)
     return model.requires_grad_(False).eval()
 
@@ -205,7 +205,7 @@ def _differences(hub: Any) -> list[str]:
         found.append(f"sliding_window is {window!r}: it should be null, or at least max_position_embeddings")
     for kind in sorted(set(kinds or ()) - {"full_attention"}):
         found.append(f"layer_types has {kind!r}: all layers should have 'full_attention'")
-    if hub.model_type in CLASSES:  # others have rope_parameters of other forms
+    if hub.model_type in CLASSES:  # other model types have rope_parameters of a different form
         found += _rope_differences(getattr(hub, "rope_parameters", None) or {})
     return found
 

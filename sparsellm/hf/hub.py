@@ -14,7 +14,7 @@ from typing import Any
 from sparsellm.system.console import is_main_rank, warn
 from sparsellm.system.errors import one_line
 
-SECONDS = 5  # for the hub's answer
+SECONDS = 5  # timeout for the hub's answer
 PATIENCE = (2, 5, 10, 30, 60, 120, 240)  # seconds between attempts while the hub fails
 
 
@@ -33,7 +33,7 @@ def obstacle() -> str | None:
 
     try:
         get_session().head(constants.ENDPOINT, timeout=SECONDS)
-    except Exception as error:  # from the library's HTTP client, or its own in offline mode
+    except Exception as error:  # the HTTP client's error, or the library's own error in offline mode
         return f"{constants.ENDPOINT} does not answer ({one_line(error)})"
     return None
 
@@ -42,7 +42,7 @@ def is_temporary(error: Exception) -> bool:
     """Whether `error` is a timeout, a lost connection, or an answer that says to come back later."""
     from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
 
-    if isinstance(error, OfflineModeIsEnabled):  # a ConnectionError that no waiting mends
+    if isinstance(error, OfflineModeIsEnabled):  # a ConnectionError, but waiting does not help
         return False
     if not isinstance(error, HTTPError):  # the base of the HTTP client's errors, not all of which are OSErrors
         return isinstance(error, ConnectionError | TimeoutError)

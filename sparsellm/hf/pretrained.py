@@ -50,7 +50,7 @@ WHOLE = {
     "num_hidden_layers": (1, 2**14), "num_attention_heads": (1, 2**16), "num_key_value_heads": (1, 2**16),
     "head_dim": (1, 2**16), "max_position_embeddings": (1, 2**30), "original_max_position_embeddings": (1, 2**30),
 }  # fmt: skip
-TINY = 1e-30  # excludes 0
+TINY = 1e-30  # a lower bound that excludes 0
 REAL = {
     "rms_norm_eps": (TINY, 1.0), "initializer_range": (0.0, 100.0), "rope_theta": (TINY, 1e15), "factor": (TINY, 1e6),
     "low_freq_factor": (TINY, 1e6), "high_freq_factor": (TINY, 1e6), "beta_fast": (TINY, 1e6), "beta_slow": (TINY, 1e6),
@@ -223,7 +223,7 @@ def read_model(path: str | Path, dtype: torch.dtype | str = "auto") -> Any:
     before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()  # _refuse reports what transformers would print as a table
     if local:
-        logging.disable_progress_bar()  # reading a local folder takes seconds
+        logging.disable_progress_bar()  # reading a local folder takes only seconds
     options = {
         **source, "dtype": dtype, "local_files_only": local, "use_safetensors": True, "ignore_mismatched_sizes": True,
         "output_loading_info": True,

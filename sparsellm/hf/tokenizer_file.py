@@ -4,7 +4,7 @@ A damaged tokenizer.json may exhaust memory, hang, or kill the process that load
 validate the file, and some of the library's errors are Rust panics. So the file is first tried in a separate process,
 which runs this module.
 
-Training and prompts need that:
+Training and prompts need three guarantees:
 
 - The same text always gives the same tokens: BPE dropout and Unigram sampling are switched off.
 - A prompt ends in its own text, because generation continues the text: tokens that a post-processor appends, such as
@@ -27,7 +27,7 @@ from sparsellm.system.errors import SparsellmError
 LARGEST = 256 << 20  # bytes of a tokenizer.json; 260,000 tokens take 33 MB
 # Limits of CPU time and memory for loading a tokenizer and encoding a few words. 260,000 tokens take 2 s and 0.5 GB.
 SECONDS, MEMORY = 30, 4 << 30
-WAITED = 10  # times SECONDS of wall time, for busy processors
+WAITED = 10  # wall-clock limit as a multiple of SECONDS, because the processors may be busy
 TEXT = "Why is water 42 times as wet?\n\n  Ein Fluß\t日本の川 🙂 <s> don't\r\n"
 TOKENS_PER_CHARACTER = 100  # upper bound, for TEXT
 # An otherwise empty tokenizer, through which the library parses a post-processor from JSON.

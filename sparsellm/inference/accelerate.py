@@ -168,7 +168,7 @@ class SparseFeedForward(nn.Module):
         """The plan of a call with gradients, or of any call if `traced`; None means the traced reference."""
         if self.traced or self.training:
             return self.training_plan if self.training and torch.is_grad_enabled() else None
-        return Plan.of(self.choice.engine or "dense")  # not the chosen plan, which may be row, without a backward
+        return Plan.of(self.choice.engine or "dense")  # the chosen plan may be row, which has no backward
 
     def _weight(self, name: str) -> Tensor:
         # Read nn.Module's dicts directly, because nn.Module.__getattr__ is slow, and blocks are called often.

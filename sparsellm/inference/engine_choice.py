@@ -223,7 +223,7 @@ class EngineChoice:
                 "a weight of an accelerated model changed since its last call, and a CUDA graph is being captured: call"
                 " the model once before the capture"
             )
-        state = state_of(w_down)  # before the copy: a change while the copy is made leaves it stale
+        state = state_of(w_down)  # read before copying, so that a change during the copy makes the copy stale
         with torch.inference_mode(False):
             source = w_down.detach()
             wanted, old = source.t(), None if kept is None else kept.weight

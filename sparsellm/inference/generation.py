@@ -86,8 +86,8 @@ class Batch:
         self.tokens, self.lengths = (torch.zeros(size, device=device, dtype=torch.int64) for _ in range(2))
         self.generator = torch.Generator(device)  # for sampling
         self.graphs: dict[Sampling, torch.cuda.CUDAGraph] = {}
-        self.steps = 0  # taken without a graph
-        self.left: torch.cuda.Event | None = None  # after the last work of this memory's previous stream
+        self.steps = 0  # decoding steps taken without a graph
+        self.left: torch.cuda.Event | None = None  # recorded after the last work of the stream that used this memory
 
 
 class Generator:
@@ -245,7 +245,7 @@ class Generator:
             stream = torch.cuda.current_stream(self.device)
             stream.wait_event(batch.left)
             for tensor in (batch.keys, batch.values, *batch.tables, batch.tokens, batch.lengths):
-                tensor.record_stream(stream)  # the allocator then reuses no memory before this stream's work is done
+                tensor.record_stream(stream)  # keeps the allocator from reusing memory before this stream is done
         return batch
 
     def _leave(self, batch: Batch) -> None:

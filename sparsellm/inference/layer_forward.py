@@ -67,7 +67,7 @@ class Places(NamedTuple):
 
     @classmethod
     def of(cls, lengths: Tensor, longest: int, tokens: int) -> Self:
-        """lengths [B] int64. longest, tokens: T and R, which the host would have to wait for if it read `lengths`."""
+        """lengths [B] int64. longest, tokens: T and R; computing them from `lengths` would make the host wait."""
         ends, padded = lengths.cumsum(0), None
         if tokens < len(lengths) * longest:
             # Sequence b starts at b T when padded, and at the sum of the earlier lengths when packed.
@@ -129,7 +129,7 @@ def by_kernels(x: Tensor) -> bool:
 
 
 def _kernels() -> ModuleType:
-    from sparsellm.inference import kernels  # not above, because it imports triton, which a CPU machine may lack
+    from sparsellm.inference import kernels  # imported here, because a CPU machine may lack triton, which it imports
 
     return kernels
 

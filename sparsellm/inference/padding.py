@@ -59,8 +59,8 @@ def _with_zeros(stack: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[
 
 
 def _giving_zeros(_attention: nn.Module, _args: tuple, kwargs: dict[str, Any], output: Any) -> tuple | None:
-    """The output of a layer's attention, [B, T, K] and others, with zeros for the tokens that attend to nothing
-    according to the attention mask, bool [B or 1, 1, T, S]."""
+    """The output of a layer's attention, ([B, T, K], ...), with zeros for the tokens that attend to nothing according
+    to the attention mask, bool [B or 1, 1, T, S]."""
     mask = kwargs.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[-2] == 1:
         return None
@@ -74,7 +74,8 @@ def _seen(mask: Tensor | dict[str, Tensor | None], length: int, before: int | Te
     """bool [B or 1, T]: whether each of the T tokens of a call attends to any token; None if unknown. Masks are
     [B, S] of zeros and ones, or bool [B or 1, 1, T, S] as for a static cache, alone or in a dict by layer type.
     `before`: tokens in the cache; a static cache keeps their number on the device."""
-    if isinstance(mask, dict):  # the mask of any layer type will do, because padding attends to nothing in all of them
+    if isinstance(mask, dict):
+        # One layer type is enough, because padding attends to no token in any layer.
         first = next(iter(mask.values()), None)
         return None if first is None else _seen(first, length, before)
     if mask.dim() == 2:

@@ -22,20 +22,21 @@ from sparsellm.ops.twell import tiles
 
 Norms = tuple[Tensor, Tensor, float]  # RMS norm weights [D] float32 for queries and for keys, and epsilon
 LOG2_E = math.log2(math.e)
-# Bytes of keys, and of values, that a program of `attend` loads per step: with many programs, and with at most FEW.
+# Bytes of keys, and of values, that a program of `attend` loads per step. LONG_STEP is for at most FEW programs.
 STEP, LONG_STEP = 4 << 10, 16 << 10
 FEW = 132  # programs: one per multiprocessor of an H100
 SPLIT = 1024  # cache positions per split, up to 2 FEW programs or MOST_SPLITS
 MOST_SPLITS = 32  # split counts are powers of two, so that few kernel variants are built
 THREAD = 128  # bytes of matrices per thread and step of `matrix_vector`
 ROWS = 4  # maximum rows of each matrix per program and step
-# Maximum warps of all programs. Each program rereads the whole vector, which costs as much as a row or two.
+# Maximum warps over all programs of `matrix_vector`. More programs do not pay, because each reads the whole vector
+# again, which costs as much as one or two rows of the matrix.
 WARPS = 16 * FEW
 
 
 @triton.jit
 def turned(first, second, i, inside, weight, cos, sin, eps, D: tl.constexpr, NORMED: tl.constexpr):
-    """Both halves [..., D / 2] float32 of heads, rotated, after a norm if NORMED."""
+    """Both halves [..., D / 2] float32 of the rotated heads, which are normalized before the rotation if NORMED."""
     if NORMED:
         squares = tl.sum(first * first + second * second, 1)[:, None]
         factor = tl.rsqrt(squares / D + eps)
@@ -62,9 +63,9 @@ def attend(
     SPLITS] the base-2 logarithm of its sum of weights.
 
     positions: S. SCALE: scale of scores times log2(e). SHARING, HALF: powers of two, at least H / H_kv and D / 2.
-    FETCHING: prefetch the first cache entries to L2 while the previous kernel ends. Program (b, h, split): the query
-    heads of one key head. Split 0 also computes the new token, from registers, because no program may read what another
-    program of the same launch stores. A split without positions writes zeros and -inf.
+    FETCHING: prefetch the first cache entries to L2 while the previous kernel ends. Program (b, h, split) computes the
+    query heads that share key head h. Split 0 also computes the new token, from registers, because no program may read
+    what another program of the same launch stores. A split without positions writes zeros and -inf.
     """
     b, h, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     HEADS: tl.constexpr = H // H_KV
@@ -142,7 +143,7 @@ def join(
     parts, sizes, out, D: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
     """out [B H, D]: the mean of parts [B H, SPLITS, D], weighted by 2^sizes [B H, SPLITS]. WIDTH: a power of two, at
-    least D. Program i: row i. The first split is never empty."""
+    least D. Program i computes row i. The first split is never empty."""
     line, i = tl.program_id(0).to(tl.int64) * SPLITS + tl.arange(0, SPLITS), tl.arange(0, WIDTH)
     await_kernel_ahead(EARLY)
     size = tl.load(sizes + line)

@@ -49,7 +49,8 @@ def padded(length: int) -> int:
 def normed_sum(
     x, y, weight, both, normed, EPS: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
-    """both [R, K] = x + y, and normed [R, K] = norm(x + y). COLUMNS: a power of two, at least K. Program i: row i."""
+    """both [R, K] = x + y, and normed [R, K] = norm(x + y). COLUMNS: a power of two, at least K. Program i computes
+    row i."""
     k = tl.arange(0, COLUMNS)
     within, at = k < K, tl.program_id(0).to(tl.int64) * K + k
     scale = tl.load(weight + k, mask=within, other=0.0)
