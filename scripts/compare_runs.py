@@ -137,8 +137,8 @@ def draw(runs: dict[str, Rows]) -> Figure:
         losses.set_ylim(min(settled) - margin, max(settled) + margin)
         nats = "cross entropy, nats per token"
         losses.set(ylabel=nats, title="dots: held-out, light: training")
-        apart.set(ylabel="nats per token", title="training cross entropy, less the mean of all runs")
-        thin = f"; thin: each of {layers_of}" if layers_of else ""
+        apart.set(ylabel="nats per token", title="training cross entropy minus the mean of all runs")
+        thin = f"; thin: layers of {layers_of}" if layers_of else ""
         nonzeros.set(ylabel="nonzeros per token", title=f"mean of layers{thin}")
         nonzeros.set_yscale("log", nonpositive="mask")
         in_time.set(ylabel=nats, title="held-out, over time")

@@ -34,7 +34,7 @@ from sparsellm.ops.feedforward import forward
 # the row engine up to 1,535. Calls of at least ORDERED_TOKENS tokens order them; the policy orders only larger calls,
 # which would take too long here.
 CASES = [(m, gated) for m in (300, 16, 48, 100) for gated in (True, False)] + [(1600, True)]
-FEW_TOKENS = 128  # at most
+FEW_TOKENS = 128  # maximum tokens of the cases in the part "few"
 ORDERED_TOKENS = 1024
 K, N = 256, 512
 PARTS = ("forward", "few", "backward")

@@ -29,12 +29,12 @@ BLUE, ORANGE, GREY = "#3b6ea8", "#d9822b", "0.45"
 METADATA = {"png": {"Software": None}, "pdf": {"CreationDate": None, "Producer": None, "Creator": None}}
 
 
-def drawn(pictures: Mapping[str, Callable[[], T]]) -> dict[str, T]:
+def drawn(plots: Mapping[str, Callable[[], T]]) -> dict[str, T]:
     """{name: content}. A figure that cannot be drawn is left out, with a warning; its numbers are in other files."""
     found = {}
-    for name, picture in pictures.items():
+    for name, plot in plots.items():
         try:
-            found[name] = picture()
+            found[name] = plot()
         except Exception as error:  # matplotlib raises many kinds for values that it cannot draw
             warn(f"{name} cannot be drawn ({type(error).__name__}: {error}); its numbers are in the other files")
     return found

@@ -20,8 +20,9 @@ engine that a layer in training reaches from dense in two decisions.
 With --decode, the M tokens are evenly spaced among 16,384 of the pattern: the tokens of a decoding batch belong to
 different sequences, and the first tokens of a sequence fire more neurons.
 
-Times are medians of alternating CUDA events (sparsellm/ops/gpu_timing.py). Copies of inputs and weights rotate, so that
-a call does not find its own in L2. A variant that fails shows its error, the others continue, and the exit code is 1.
+Times are medians of alternating CUDA events (sparsellm/ops/gpu_timing.py). Calls use copies of the inputs and weights
+in turn, so that no call finds its tensors in L2. A variant that fails shows its error, the others continue, and the
+exit code is 1.
 """
 
 import argparse
@@ -34,6 +35,7 @@ from torch import Tensor
 
 from scripts.benchmarks import harness, patterns
 from scripts.benchmarks.patterns import BASES
+from sparsellm.analysis.speed import dense_gated, dense_nongated
 from sparsellm.ops import Engine, FeedForwardOutput, Plan, backend, cuda, feedforward, reference
 from sparsellm.ops.feedforward import forward
 from sparsellm.ops.gpu_timing import alternating_ms
@@ -64,7 +66,7 @@ def compiled(gated: bool, ours: bool = False) -> Callable:
 
 
 def dense_layer(gated: bool) -> Callable[..., Tensor]:
-    return patterns.dense_gated if gated else patterns.dense_nongated
+    return dense_gated if gated else dense_nongated
 
 
 def operator(gated: bool, plan: Tensor | None) -> Callable[..., FeedForwardOutput]:
@@ -234,7 +236,7 @@ def saved_by(forward: Callable[..., Tensor | FeedForwardOutput], leaves: list[Te
     """Bytes that forward saves for backward, without the leaves; a storage saved twice counts once."""
     found = {}
 
-    @torch.compiler.disable  # otherwise torch.compile would trace it with a compiled forward
+    @torch.compiler.disable  # otherwise torch.compile would trace this hook as a part of a compiled forward
     def keep(tensor: Tensor) -> Tensor:
         found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
@@ -294,7 +296,7 @@ def show(result: dict) -> None:
     lines = []
     for row in result["variants"]:
         line = {"variant": row["variant"]} | {key: format(row[key], form) for key, form in forms.items() if key in row}
-        for key, title, form in (("errors", "error", ".2e"), ("of_dense_errors", "error, of dense's", ".2f")):
+        for key, title, form in (("errors", "error", ".2e"), ("of_dense_errors", "error / dense error", ".2f")):
             line[title] = " ".join(f"{name} {error:{form}}" for name, error in row.get(key, {}).items())
         if "failure" in row:
             line["failure"] = f"FAILED {' '.join(row['failure'].split())[:200]}"

@@ -3,7 +3,8 @@
     python -m scripts.benchmarks.bench_generate --checkpoint PATH --text FILE [--batches 1 64] [--json OUT]
 
 Prompts are cut from the text. The untrained checkpoint and the text of shaped_checkpoint.py serve as well, with
---temperature 1e4: sampled from the whole vocabulary, tokens fire as often as those that the model was shaped with.
+--temperature 1e4: tokens are then drawn from the whole vocabulary, so neurons fire as often as on the text with which
+the model was shaped.
 
 Modes, in which dense and accelerated layers alternate on the same weights:
   eager    transformers' default
@@ -144,7 +145,7 @@ def must_read(model: Any, inputs: list[Tensor], positions: int, engines: Counter
     embedding, layers = model.get_input_embeddings().weight, model.model.layers
     numbers = float(sum(p.numel() for p in model.parameters()))
     if not model.config.tie_word_embeddings:
-        numbers -= embedding.numel()  # only a few of its rows are read
+        numbers -= embedding.numel()  # only a few rows of the embedding are read
     for layer, x in zip(layers, inputs, strict=True):
         weight = gate(layer.mlp)
         silent = 1 - (x @ weight.T > 0).any(0).float().mean().item()
@@ -176,8 +177,8 @@ def engines_of(model: nn.Module, tokens: int) -> Counter[str]:
 def run_case(
     case: Case, models: dict[str, Any], stock: Any, text: Tensor, rounds: int, temperature: float, speed: float | None
 ) -> list[dict[str, Any]]:
-    """Measure one case, print it, and return a row per model. stock: the dense transformers model; speed: of a copy on
-    this GPU, None on a CPU."""
+    """Measure one case, print it, and return a row per model. stock: the dense transformers model. speed: the copy
+    bandwidth of this GPU in bytes/s; None on a CPU."""
     device, new = text.device, text.shape[1] - case.context
     with cleared(models):
         measured = measure(calls(case, models, text, temperature), case.batch, new, rounds, device)
@@ -209,11 +210,13 @@ def main() -> None:
     parser.add_argument("--checkpoint", required=True, help="a run, an hf/ folder or a hub name")
     parser.add_argument("--text", required=True, metavar="FILE", help="plain text, jsonl or parquet")
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 64], help="sequences; measured are 1, 16 and 64")
-    parser.add_argument("--contexts", type=int, nargs="+", default=[128], help="tokens of a prompt; 1984 fills 2,048")
+    parser.add_argument(
+        "--batches", type=int, nargs="+", default=[1, 64], help="sequences per call; published: 1, 16, 64"
+    )
+    parser.add_argument("--contexts", type=int, nargs="+", default=[128], help="prompt length; 1984 + 64 new is 2,048")
     parser.add_argument("--new", type=int, default=64, help="new tokens per sequence")
     parser.add_argument(
-        "--temperature", type=float, default=1.0, help="of the mode `ours`; 1e4: any token is as likely"
+        "--temperature", type=float, default=1.0, help="of the mode `ours`; at 1e4, all tokens are equally likely"
     )
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
@@ -224,7 +227,8 @@ def main() -> None:
     ):
         parser.error(
             f"--new is {args.new} with --contexts {args.contexts}: in the mode `ours`, calls for one token and for all"
-            f" should share memory; --contexts should be multiples of {CACHE_MULTIPLE}, and --new at most as many"
+            f" should share memory; --contexts should be multiples of {CACHE_MULTIPLE}, and --new at most"
+            f" {CACHE_MULTIPLE}"
         )
     print(harness.gpu(), flush=True)
     backend.load("cuda")

@@ -278,7 +278,7 @@ def main(arguments: list[str] | None = None) -> None:
             rates = shaped_models.layer_rates(model.num_layers, model.intermediate_size, args.activations, mean)
         except ValueError as error:
             parser.error(f"--firing: {error}")
-    # all runs compile the same functions, for several shapes and layer types
+    # All runs compile the same functions, for several shapes and layer types.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 8 * len(runs))
     set_determinism(configs[0].runtime.deterministic)
     with process_group(device_type(configs[0].runtime)) as ranks:

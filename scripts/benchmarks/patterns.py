@@ -39,7 +39,7 @@ PATTERNS = (*SYNTHETIC, *RECORDED, "layer4gate")
 
 WEIGHT_STD = 0.02
 DEAD = 0.3  # fraction of synthetic neurons that never fire
-RATE_SIGMA = 1.5  # sigma of the lognormal rates of the others
+RATE_SIGMA = 1.5  # sigma of the lognormal rates of the other neurons
 RATE_CAP = 0.5  # the largest of these rates
 TOKEN_SIGMA = 0.3  # a token's z is scaled by exp(0.3 n)
 NEVER = 40.0  # threshold for neurons that never fire, in standard deviations of z
@@ -53,18 +53,10 @@ class Block:
     w_gate: Tensor
     w_up: Tensor
     w_down: Tensor
-    note: str = ""  # how well it fits the recorded pattern
+    note: str = ""  # how well the layer fits the recorded pattern
 
 
 BASES = ("torch eager", "torch compiled")  # baselines: the same layer in dense PyTorch
-
-
-def dense_gated(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
-    return (torch.relu(x @ w_gate.T) * (x @ w_up.T)) @ w_down.T
-
-
-def dense_nongated(x: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
-    return torch.relu(x @ w_up.T) @ w_down.T
 
 
 def add_locality(parser: argparse.ArgumentParser) -> None:
@@ -163,9 +155,9 @@ def synthetic(mean: float, tokens: int, width: int, neurons: int, device: str | 
     """A block whose neurons fire `mean` times per token on average, at rates from `firing_rates`.
 
     e is a random unit vector. A token is x = z + sqrt(K) e, where z is normal and orthogonal to e, and scaled for each
-    token by exp(0.3 n), n normal: heavy tails. Row i of w_gate is w_i - (t_i / sqrt(K)) e, where w_i is 0.02 times a
-    normal vector and orthogonal to e. So x w_gate^T is z w_i - t_i, and neuron i fires if z w_i > t_i; t_i is set to
-    give the neuron its rate.
+    token by exp(0.3 n) with a normal n, which gives heavy tails. Row i of w_gate is w_i - (t_i / sqrt(K)) e, where w_i
+    is 0.02 times a normal vector and orthogonal to e. So x w_gate^T is z w_i - t_i, and neuron i fires if z w_i > t_i;
+    t_i is set to give the neuron its rate.
     """
     generator = torch.Generator(device).manual_seed(seed)
 
@@ -231,13 +223,13 @@ def recorded(name: str, activations: Path | None, neurons: int = N) -> Tensor:
         raise MissingRecording(f"pattern {name!r} is recorded, so it needs --activations DIR: {RECORD}")
     path, prefix = activations / SPARSE if name == "sparse" else layers_file(activations), RECORDED[name]
     if not path.is_file():
-        raise MissingRecording(f"pattern {name!r} needs {path}; of a recorded sparser model, take pattern 'layer4'")
+        raise MissingRecording(f"pattern {name!r} needs {path}; for a recorded sparser model, use pattern 'layer4'")
     with np.load(path) as arrays:
         if f"{prefix}cols" not in arrays:
             raise MissingRecording(f"{path} has no {name}: its model has only {_layers(arrays)} layers; {RECORD}")
         if (found := _neurons(arrays)) != neurons:
             raise MissingRecording(
-                f"{path} is of a model of N {found:,}: pattern {name!r} needs N {neurons:,}; {RECORD}"
+                f"{path} was recorded with N {found:,}: pattern {name!r} needs N {neurons:,}; {RECORD}"
             )
         return dense_firing(arrays[f"{prefix}row_counts"], arrays[f"{prefix}cols"], neurons)
 
@@ -256,7 +248,7 @@ def recorded_gate(activations: Path | None) -> tuple[Tensor, Tensor]:
         found.append(torch.from_numpy(np.load(path)).view(torch.bfloat16))
         if found[-1].shape != (rows or len(found[-1]), K):
             raise MissingRecording(
-                f"{path} is of a model of width {found[-1].shape[1]:,}: pattern 'layer4gate' needs K {K:,}, N {N:,}"
+                f"{path} was recorded with K {found[-1].shape[1]:,}: pattern 'layer4gate' needs K {K:,}, N {N:,}"
             )
     return found[0], found[1]
 

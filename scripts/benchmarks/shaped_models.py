@@ -10,7 +10,7 @@ is the mean direction of the layer's input, and t_i the quantile at which neuron
 
 Tokens share fewer neurons than in a trained model, so the union of 128 tokens is larger, and the tile engine slower. At
 the recorded rates, the union was 1.20 times the recorded one on real text; on random text it was 1.20, 1.05 and 0.88
-times the recorded one for a locality of 0.3, 0.5 and 0.7 (K 256, N 1,408, every other of the recorded layers).
+times the recorded one for a locality of 0.3, 0.5 and 0.7 (K 256, N 1,408, every second recorded layer).
 
 Letters: L layers, K model width, N neurons, M tokens, V vocabulary.
 """

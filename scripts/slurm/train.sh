@@ -1,8 +1,9 @@
 #!/bin/bash
 # Trains on one node or many:  sbatch --nodes=4 scripts/slurm/train.sh experiment=2b run.name=large
 #
-# What sbatch is given wins over the lines below. Submit from the folder that runs/ and data/ lie in, on a file system
-# that all nodes share, with the environment active. The same job resumes its run, and ends at once when that is done.
+# Options of the sbatch command override the lines below. Submit from the folder that holds runs/ and data/, on a file
+# system that all nodes share, with the environment active. Submitting the job again resumes the run; if the run is
+# complete, the job ends at once.
 #SBATCH --job-name=sparsellm-train
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
@@ -20,9 +21,9 @@ set -euo pipefail
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 # Seconds that torchrun gives ranks to save after a signal; 30 before torch 2.13.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120}"
-port=$((20000 + SLURM_JOB_ID % 10000)) # of its own, where jobs share a node
+port=$((20000 + SLURM_JOB_ID % 10000)) # a different port for each job, because jobs may share a node
 
-# One torchrun on each node, which starts a rank on each GPU. Where one rank fails, all are started again.
+# One torchrun on each node, which starts a rank on each GPU. If a rank fails, all ranks are restarted.
 # srun (of SLURM 22.05 and later) does not take the CPUs of a task from the lines above.
 exec srun --cpus-per-task="$SLURM_CPUS_PER_TASK" python -m torch.distributed.run \
     --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="$SLURM_GPUS_ON_NODE" --max-restarts=3 \

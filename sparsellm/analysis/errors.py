@@ -2,4 +2,4 @@ from sparsellm.system.errors import SparsellmError
 
 
 class AnalysisError(SparsellmError, RuntimeError):
-    """The checkpoint cannot be analyzed as asked; the message says why."""
+    """The checkpoint cannot be analyzed as requested; the message says why."""

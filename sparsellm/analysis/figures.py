@@ -31,14 +31,14 @@ from sparsellm.figures import (
 )
 from sparsellm.ops.twell import TOKEN_TILE
 
-TOKENS = 6  # most and least active ones that are drawn, as in the paper
+TOKENS = 6  # number of most active and of least active tokens in the figure, as in the paper
 
 Row = dict[str, Any]
 
 
 def draw(title: str, results: Row, activity: Activity) -> dict[str, bytes]:
     """{file name: content} of report.FIGURES. `title`: what was analyzed."""
-    pictures = {
+    plots = {
         BY_LAYER: _by_layer, BY_POSITION: _by_position, BY_TOKEN: _by_token, FREQUENCY: _frequency, UNION: _union,
     } | ({SPEEDUP: _speedup} if results["speed"] else {})  # fmt: skip
 
@@ -46,10 +46,10 @@ def draw(title: str, results: Row, activity: Activity) -> dict[str, bytes]:
         with matplotlib.rc_context(STYLE):
             figure = Figure(figsize=PANEL, layout="constrained")
             figure.suptitle(f"{FIGURES[name]}\n{title}")
-            pictures[name](figure.subplots(), results, activity)
+            plots[name](figure.subplots(), results, activity)
             return saved(figure)
 
-    return drawn({name: partial(panel, name) for name in pictures})
+    return drawn({name: partial(panel, name) for name in plots})
 
 
 def _by_layer(axes: Axes, results: Row, activity: Activity) -> None:

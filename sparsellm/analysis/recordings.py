@@ -5,10 +5,10 @@
 
 FOLDER/
   firing_patterns.npz           neurons: N; for each layer i: layer{i}_row_counts [M], the number of neurons that fired
-                                on each token, and layer{i}_cols [their sum], which ones, token by token in ascending
-                                order
+                                on each token, and layer{i}_cols [sum of the counts], the indices of these neurons,
+                                token by token, ascending within a token
   layer4_input_bf16.npy         [at most 4,096 tokens, K]: input of layer 4. int16, the bits of bfloat16
-  layer4_gate_weight_bf16.npy   [N, K]: weight that decides what fires. int16, the bits of bfloat16
+  layer4_gate_weight_bf16.npy   [N, K]: weight that decides which neurons fire. int16, the bits of bfloat16
 
 M: at most the first 16,384 tokens that the analysis reads, in whole sequences. The last two files are omitted for a
 model of four layers or fewer, which has no layer 4.
@@ -31,9 +31,9 @@ if TYPE_CHECKING:  # deferred: importing transformers' models takes two seconds
     from transformers import PreTrainedModel
 
 FIRING = "firing_patterns.npz"
-LAYER = 4  # whose input and gate weight are recorded
+LAYER = 4  # the layer whose input and gate weight are recorded
 INPUT, GATE_WEIGHT = f"layer{LAYER}_input_bf16.npy", f"layer{LAYER}_gate_weight_bf16.npy"
-TOKENS, INPUT_TOKENS = 16_384, 4_096  # at most
+TOKENS, INPUT_TOKENS = 16_384, 4_096  # maximum tokens of the firing patterns and of the layer's input
 
 
 @torch.no_grad()

@@ -29,7 +29,7 @@ def layer_speeds(model: "PreTrainedModel", blocks: Tensor) -> list[dict[str, Any
     """One row per layer, in bfloat16, on the first `TOKENS` tokens of `blocks` (int64 [S, T]).
 
     {"layer", "tokens", "nonzeros" per token and "union" per tile, "engine": the one that an accelerated model chooses,
-    "dense_ms": of the faster of eager and compiled PyTorch, "engine_ms", "speedup"}
+    "dense_ms": the time of eager or compiled PyTorch, whichever is faster, "engine_ms", "speedup"}
     """
     rows: list[dict[str, Any]] = []
 
@@ -52,12 +52,13 @@ def layer_speed(block: nn.Module, x: Tensor, policy: Policy) -> dict[str, Any]:
     gated = hasattr(block, "gate_proj")
     tensors = [t.detach().bfloat16() for t in (x, *(getattr(block, p).weight for p in PROJECTIONS[not gated :]))]
     x, weights = tensors[0], tensors[1:]
-    dense, (w_gate, w_up) = (_dense_gated, (weights[0], weights[1])) if gated else (_dense_nongated, (None, weights[0]))
+    w_gate, w_up = weights[:2] if gated else (None, weights[0])
     active = torch.relu(x @ weights[0].T) != 0
     (tokens, neurons), width = active.shape, x.shape[1]
     nonzeros, unions = int(active.sum()), int(union(active))
     plan = Plan(policy.choose_engine(tokens, width, neurons, nonzeros, unions), room_for(nonzeros / tokens))
     w_down_t = weights[-1].T.contiguous()
+    dense = dense_gated if gated else dense_nongated
     compiled = torch.compile(dense, dynamic=False)
     times = gpu_milliseconds(
         {
@@ -88,9 +89,9 @@ def gpu_milliseconds(candidates: Candidates) -> dict[str, float]:
     return found
 
 
-def _dense_gated(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
+def dense_gated(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
     return (torch.relu(x @ w_gate.T) * (x @ w_up.T)) @ w_down.T
 
 
-def _dense_nongated(x: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
+def dense_nongated(x: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
     return torch.relu(x @ w_up.T) @ w_down.T

@@ -25,7 +25,7 @@ from sparsellm.system.files import write_whole
 if TYPE_CHECKING:  # deferred: importing transformers' models takes two seconds
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-COUNTING = "counting reads every activation, which PyTorch alone keeps"
+COUNTING = "counting reads every activation, and only PyTorch stores them all"
 
 
 def mistakes(config: AnalyzeConfig) -> list[str]:
@@ -127,7 +127,7 @@ class Opened:
     identity: str
     output: Path
     recordings: Path | None
-    why: str  # the model has its dtype
+    why: str  # the reason for the model's dtype
 
 
 def _open(config: AnalyzeConfig, checkpoint: Checkpoint) -> Opened:

@@ -1,6 +1,6 @@
 """The text that a checkpoint reads: its run's held-out blocks, or the tokens of a file cut into such blocks.
 
-Imported late by its users, because `datasets` is too slow to import for a refusal.
+Commands import this module only after their checks, because it imports `datasets`, which is slow.
 """
 
 import codecs
@@ -70,7 +70,8 @@ def of_file(path: Path, tokenizer: "PreTrainedTokenizerBase", sequences: int, le
             # As in training, a special token's name that occurs in a text is encoded as plain text.
             encoded = tokenizer(some, add_special_tokens=False, split_special_tokens=True, verbose=False)
             tokens += [token for ids in encoded["input_ids"] for token in begin + ids + end]
-        if len(tokens) > wanted or not _is_cut(path, most):  # the last token of a truncated text is not its own
+        # More tokens than wanted, because the last token of a truncated text may differ from that of the whole text.
+        if len(tokens) > wanted or not _is_cut(path, most):
             break
         most *= 8
     if not tokens:

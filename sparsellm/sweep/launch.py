@@ -62,7 +62,7 @@ class Launcher(StopSignals):
 
         def end_with_the_sweep() -> None:
             end_with_parent(signal.SIGTERM)
-            if os.getppid() != sweep:  # it ended before the request
+            if os.getppid() != sweep:  # the sweep ended before the kernel knew of this request
                 os._exit(128 + signal.SIGTERM)
 
         with Path(log.name).open("rb") as output:

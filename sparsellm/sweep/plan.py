@@ -61,7 +61,7 @@ class Point:
     overrides: list[str]
     config: Config
     experiment: str | None
-    by_hand: str  # the name that `python -m sparsellm.train` gives it with these overrides
+    by_hand: str  # the name that `python -m sparsellm.train` gives this run with these overrides
     baseline: bool = False
 
     @property
@@ -70,7 +70,7 @@ class Point:
 
     @property
     def outside_sparsity(self) -> dict[str, str]:
-        """The swept values outside `sparsity`, which it shares with its baseline and its run without L1."""
+        """The swept values outside `sparsity`, which a point shares with its baseline and its run without L1."""
         return {key: value for key, value in self.values.items() if key.partition(".")[0] != "sparsity"}
 
     @property
@@ -164,7 +164,8 @@ def _slots(parallel: int, processes: int, devices: list[str]) -> list[dict[str, 
     if parallel <= 1:
         return [{}]
     if not devices:
-        return [{"OMP_WAIT_POLICY": "PASSIVE"}] * parallel  # idle threads would spin, and they outnumber the cores
+        # By default, idle threads spin, and the threads of several runs outnumber the cores.
+        return [{"OMP_WAIT_POLICY": "PASSIVE"}] * parallel
     shares = [[devices[(slot * processes + i) % len(devices)] for i in range(processes)] for slot in range(parallel)]
     return [{"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(each))} for each in shares]
 

@@ -29,10 +29,10 @@ def write_all(sweep: Sweep) -> tuple[str, str | None]:
             rows = table.rows(sweep)
             markdown = table.as_markdown(sweep, rows)
             write_whole(sweep.folder / f"{NAME}.csv", as_csv(rows))
-            pictures = drawn({NAME: lambda: figure.draw(sweep, rows)}).get(NAME)
-            image = f"\n![{sweep.name}]({NAME}.png)\n" if pictures else ""
+            plots = drawn({NAME: lambda: figure.draw(sweep, rows)}).get(NAME)
+            image = f"\n![{sweep.name}]({NAME}.png)\n" if plots else ""
             files = {"json": (json.dumps(provenance() | {"rows": rows}, indent=1) + "\n").encode()}
-            files |= {"md": f"# {sweep.name}\n\n{markdown}{image}".encode()} | (pictures or {})
+            files |= {"md": f"# {sweep.name}\n\n{markdown}{image}".encode()} | (plots or {})
             for kind, content in files.items():
                 write_whole(sweep.folder / f"{NAME}.{kind}", content)
     except Exception as error:  # a full disk, or bad files of an evaluation: the sweep continues
@@ -43,6 +43,6 @@ def write_all(sweep: Sweep) -> tuple[str, str | None]:
             " scores are in their own folders; run the same command to write the table"
         )
     lines = [markdown, *(str(sweep.folder / f"{NAME}.{kind}") for kind in ("csv", *files))]
-    if not pictures:
+    if not plots:
         lines.append(f"no figure: it needs at least two finished runs with different {COEFFICIENT}")
     return "\n".join(lines), None

@@ -183,7 +183,7 @@ def _legend(sweep: Sweep, titles: set[str], dtypes: str) -> str:
     silence = distinct(c.sparsity.dead_after_tokens for c in configs)
     multiplied = distinct(MULTIPLIED[c.sparsity.l1_normalization] for c in configs if c.sparsity.l1_coefficient)
     limit = sweep.evaluation.limit
-    rows = "" if limit is None else f", of the first {limit:,} rows"
+    rows = "" if limit is None else f", on the first {limit:,} rows"
     meanings = {
         "CE": "cross entropy of the last step's batch, nats per token; held-out CE: on the validation split",
         "CE increase": f"relative to the ReLU run with {COEFFICIENT}=0",
@@ -195,7 +195,7 @@ def _legend(sweep: Sweep, titles: set[str], dtypes: str) -> str:
         lines.append(f"The coefficient multiplies, per token, {multiplied} of |h|.")
     if titles & TASKS.keys():
         lines.append(
-            f"Scores: zero-shot, in {dtypes}, acc_norm where the task has it, acc otherwise{rows}; mean acc is of acc"
-            " alone."
+            f"Scores: zero-shot, in {dtypes}, acc_norm where the task has it, acc otherwise{rows}; mean acc averages"
+            " acc alone."
         )
     return "\n".join(f"- {line}" for line in lines)

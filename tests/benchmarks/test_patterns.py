@@ -112,7 +112,7 @@ def test_what_a_folder_does_not_hold_is_named_with_how_to_make_it(tmp_path):
     np.savez(tmp_path / "firing_patterns.npz", neurons=48, **of_two_layers)
     assert patterns.recorded("layer1", tmp_path, neurons=48).nonzero().tolist() == [[0, 3]]
     for name, problem in (
-        ("layer1", "is of a model of N 48: pattern 'layer1' needs N 5,632"),
+        ("layer1", "was recorded with N 48: pattern 'layer1' needs N 5,632"),
         ("layer7", "has no layer7: its model has only 2 layers"), ("sparse", "firing_pattern_sparse_l4.npz"),
         ("layer4gate", "layer4_input_bf16.npy"),
     ):  # fmt: skip
