@@ -78,7 +78,7 @@ def prepare_on(cores: list[int], overrides: list[str], ready: Barrier, answers: 
 
 
 def rate(target: Callable[..., None], arguments: list[tuple]) -> float:
-    """Tokens/s of one process of `target` per tuple of arguments, together, from the first begin to the last end."""
+    """Total tokens/s of processes that each run `target` with one tuple of `arguments`, all at the same time."""
     ready, answers = SPAWN.Barrier(len(arguments)), SPAWN.Queue()
     processes = [SPAWN.Process(target=target, args=(*each, ready, answers)) for each in arguments]
     for process in processes:

@@ -239,7 +239,7 @@ def main(arguments: list[str] | None = None) -> None:
         "--firing",
         type=firing,
         metavar="MEAN",
-        help="freeze weights that fire this often per token, or at the `recorded` rates",
+        help="use frozen weights that fire MEAN neurons per token, or that fire at the `recorded` rates",
     )
     patterns.add_activations(parser)
     patterns.add_locality(parser)

@@ -28,7 +28,7 @@ from sparsellm.config import Config
 from sparsellm.distributed.groups import Ranks
 from sparsellm.model import Decoder
 
-CALIBRATION = 16_384  # tokens of the calibrating forward pass, the number that was recorded
+CALIBRATION = 16_384  # tokens of the calibrating forward pass, as many as a recording has
 CLUSTERS = 64  # clusters of the vocabulary; few, so that each occurs often during calibration
 CLUSTER_RUN = 48  # consecutive tokens of a random text from one cluster
 DEFAULT_MEAN = 36.0  # nonzeros per token without a recording

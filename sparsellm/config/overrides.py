@@ -270,7 +270,8 @@ def path_mistakes(path: str) -> list[str]:
 
 
 def _value(text: str, raw: str) -> Any:
-    """The parsed value `raw` of the override `text`: an Override if it lists several, `raw` if parsing fails."""
+    """Parse the value of the override `text`. Returns an Override for a list of values A,B, and `raw`, the value as
+    typed, if it cannot be parsed."""
     try:
         (override,) = OverridesParser.create().parse_overrides([text])
     except HydraException:

@@ -129,7 +129,10 @@ class DataConfig:
     path: str | None = key(None, "Folder of the prepared tokens. null: data/NAME.")
     max_tokens: int | None = key(None, "Number of training tokens to prepare. null: as many as the experiment reads.")
     validation_fraction: float = key(
-        0.005, "Fraction held out: documents, by content hash, or the end of a short text. 0: none.", minimum=0, below=1
+        0.005,
+        "Fraction of the text that is held out: documents chosen by a hash, or the end of a short text. 0: none.",
+        minimum=0,
+        below=1,
     )
     mix: list[dict[str, Any]] = key(
         [], "Prepared corpora to mix, [{data: NAME, weight: W}, ...]: data/NAME or folders. Replaces the keys above."
@@ -365,7 +368,7 @@ class SweepConfig:
     parallel: int = key(1, "Number of concurrent runs, each on its own GPUs; their output goes only to their logs.")
     share_gpus: bool = key(False, "Let concurrent runs share GPUs if there are too few for each to have its own.")
     nproc_per_node: int | None = key(None, "Processes per run. null: one per GPU, divided by sweep.parallel, or 1.")
-    point: int | None = key(None, "Index of the only run to do, from 0; used by the tasks of a SLURM array. null: all.")
+    point: int | None = key(None, "Index of the one run to start, from 0; for the tasks of a SLURM array. null: all.")
 
 
 @dataclass

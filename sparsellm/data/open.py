@@ -135,7 +135,7 @@ class _Opening:
 
     request: Request
     run: RunConfig
-    samples: int  # held-out blocks at most
+    samples: int  # maximum number of held-out blocks
     workers: int
     ranks: Ranks
 
@@ -251,7 +251,7 @@ class _OfRun:
     """Finds the data with which the run in the folder `run` was trained."""
 
     request: Request
-    samples: int  # held-out blocks at most
+    samples: int  # maximum number of held-out blocks
     tokenizer_folder: Path
     run: Path
 

@@ -79,7 +79,7 @@ def preparation_mistakes(request: Request) -> list[str]:
         ]
     try:
         if _again_is_finished(folder):
-            return []  # `prepare` takes what was made
+            return []  # `prepare` uses these finished tokens
         ready = read(folder)
         started = ready or read(folder, "progress.json")
     except DataError as error:
@@ -263,7 +263,8 @@ def _trained_tokenizer(documents: Iterable[Document], vocab_size: int) -> tuple[
 
 
 def _continue(request: Request, folder: Path, manifest: Manifest) -> tuple[Manifest, Vocabulary]:
-    """Hub files are those of the commit with which preparation started; unfinished local files may have changed."""
+    """Continue a preparation. It reads hub files at the commit with which it started; local files that it has not read
+    to their ends may have changed."""
     data = request.data
     compare(manifest, folder, tokenizer_names(manifest))
     corpus.require_hub(data)

@@ -82,7 +82,7 @@ def rows(file: str, text_column: str, seed: int | None = None, skip: int = 0) ->
             if not hub.waits(error, file, attempt):
                 raise DataError(
                     f"{file} cannot be read because the hub does not answer ({one_line(error)}): run the same command"
-                    " again later; it continues after the tokens that are there"
+                    " again later; it continues where this one stopped"
                 ) from error
             attempt += 1
 

@@ -279,7 +279,7 @@ def encode(vocabulary: Vocabulary, texts: list[str]) -> "list[array[int]]":
 
 
 def _spelled(tokenizer: Tokenizer, special: int) -> list[int]:
-    """Other tokens for the text of the `special` token, from its two halves. Raises DataError if there are none."""
+    """Ordinary tokens that spell the text of the `special` token, in two parts. Raises DataError if there are none."""
     text = str(tokenizer.id_to_token(special))
     for middle in range(1, len(text)):
         first, second = _made(tokenizer, text[:middle]), _made(tokenizer, text[middle:])

@@ -39,7 +39,7 @@ FOLDER = "FOLDER"  # replaces the folders of a path outside the working director
 
 _TEXT = """\
 ---
-# license: {licence}, as apache-2.0
+# license: {licence}, such as apache-2.0
 {head}
 ---
 

@@ -281,7 +281,7 @@ def _addresses(w_gate: Tensor | None, w_up: Tensor) -> tuple[int, int]:
 
 
 def _by_pytorch(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> Tensor:
-    """y by PyTorch's own five operators (three if w_gate is None)."""
+    """Compute y with five PyTorch operators (three if w_gate is None)."""
     h = F.linear(x, w_up if w_gate is None else w_gate).relu_()
     if w_gate is not None:
         h.mul_(F.linear(x, w_up))

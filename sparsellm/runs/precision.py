@@ -28,7 +28,8 @@ def obstacle(kernels: Kernels, device: str) -> str | None:
 
 
 def computed_in(asked: Dtype, checkpoint: Checkpoint) -> tuple[torch.dtype, str]:
-    """The dtype of weights and activations, and why: what was typed, else the precision of the run, else as stored.
+    """(the dtype of weights and activations, the reason for it). The dtype is the requested one, else the precision of
+    the run, else that of the stored weights.
 
     Raises BrokenModel, and OSError if the hub cannot be read.
     """

@@ -90,7 +90,7 @@ class MicroBatch:
         self.limit: int | None = None  # bytes of the GPU that the process may use, minimum over ranks
         self.capacity: int | None = None  # bytes that `_needed` must not exceed; None: the size does not grow
         self.peak: int | None = None  # bytes, measured at the start
-        self.tried: set[int] = set()  # sizes that are compiled
+        self.tried: set[int] = set()  # sizes that have been compiled
         self.restored = False  # whether the size comes from a checkpoint
         self.teacher_bytes = 0  # memory of a teacher, in addition to that of the trained model
 
@@ -140,8 +140,8 @@ class MicroBatch:
             smaller = [other for other in self._sizes() if other < size]
             if not smaller:
                 raise MicroBatchError(
-                    f"not one sequence fits: training needs {self._needed(1) / GIB:,.1f} GiB with micro-batch 1, and"
-                    f" this GPU has {self.gpu.available() / GIB:,.1f} GiB for it: {LESS}"
+                    f"not even one sequence fits: training needs {self._needed(1) / GIB:,.1f} GiB with micro-batch 1,"
+                    f" and this GPU has {self.gpu.available() / GIB:,.1f} GiB for it: {LESS}"
                 )
             self.ranks.say(f"sparsellm: micro-batch {size} ran out of memory; trying {smaller[-1]}")
             torch._dynamo.reset()  # graphs of many sizes would exceed dynamo's limit

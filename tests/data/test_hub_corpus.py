@@ -193,7 +193,7 @@ def test_a_hub_that_fails_is_waited_for_and_then_reported_in_a_sentence(
     with pytest.raises(DataError) as refusal:
         prepare(config)
     assert "cannot be read because the hub does not answer (" in str(refusal.value)
-    assert "run the same command again later; it continues after the tokens that are there" in str(refusal.value)
+    assert "run the same command again later; it continues where this one stopped" in str(refusal.value)
     assert read(config.data.folder, "progress.json").train.tokens > 0
     hub.fails = []
     prepare(config)

@@ -95,7 +95,7 @@ def test_a_size_whose_real_passes_run_out_of_memory_is_not_taken(tmp_path, capsy
 def test_a_run_of_which_not_one_sequence_fits_is_refused(tmp_path):
     with small_trainer(tmp_path / "run", *AUTO) as trainer:
         FakeGpu(trainer, sequences=2, most=lambda: 0)
-        with pytest.raises(MicroBatchError, match=r"not one sequence fits: .*runtime\.recompute=true"):
+        with pytest.raises(MicroBatchError, match=r"not even one sequence fits: .*runtime\.recompute=true"):
             trainer.micro_batch.choose()
 
 

@@ -153,8 +153,8 @@ cudaError_t run_many(const RowArguments& common, const int32_t* only_if, void* w
   if (error != cudaSuccess) return error;
   ManyArguments a = {common};
   a.only_if = only_if;
-  // Few rows occupy the device only if they are cut into short chunks. Of many rows, only those need to be cut that
-  // would still be running when all others are done.
+  // Few rows occupy the device only if they are cut into short chunks. If there are many rows, only the rows that would
+  // still be running when all others are done need to be cut.
   a.smallest_chunk = m <= 512 ? 8 : m <= 1024 ? 16 : m <= 2048 ? 32 : kListed;
   a.heavy_above = !planned ? 1 << 30 : m <= 8192 ? a.smallest_chunk : m <= 32768 ? 2 * kListed : 4 * kListed;
   const int64_t range = m / (grid * kManyWarps);

@@ -178,7 +178,7 @@ def attend_to_the_past(
         SCALE=width**-0.5 * LOG2_E, EPS=eps, H=count, H_KV=kv_heads, D=width, NORMED=norms is not None, SPLITS=splits,
         SHARING=padded(count // kv_heads), HALF=half,
         POSITIONS=max(FEWEST, (LONG_STEP if few else STEP) // (2 * half * heads.itemsize)),
-        FETCHING=few,  # with more programs, the prefetch costs 1%
+        FETCHING=few,  # with more programs, prefetching would make the kernel 1% slower
         num_warps=4, num_stages=3 if heads.itemsize == 2 else 2, **how,
     )  # fmt: skip
     if parts is not None:

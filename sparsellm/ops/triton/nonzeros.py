@@ -1,6 +1,6 @@
 """Kernels on single nonzeros between the matmuls: h, the values of g and u that are saved for backward, dz and du, and
-the rearrangement of these nonzeros by neuron. sparsellm.ops.triton.plan defines tiles and slots,
-sparsellm.ops.triton.products tile matrices.
+the rearrangement of these nonzeros by neuron. sparsellm.ops.triton.plan defines tiles and slots, and
+sparsellm.ops.triton.products defines tile matrices.
 
 About 3% of a tile matrix is nonzero, so no kernel reads all entries. A program clears its part of a tile matrix, then
 fills in the nonzeros: each round takes the lowest remaining bit of each word of the program's bits. So the number of
