@@ -5,8 +5,9 @@ backward, on random weights that are as sparse as trained ones. Tunes the block 
 fitted costs are cached for this GPU model, these kernels and this torch version, and from then on choose the engines of
 such layers in train, evaluate, generate, benchmark and sparsellm.accelerate. Without cached costs, these commands
 calibrate a layer themselves, without tuning block sizes, on a GPU that may be busy. A run stores the costs with which
-it started in its checkpoints. One process, on an idle GPU. Exit codes: 0 complete, 1 if the GPU is not supported or the
-cache cannot be written, 2 for a refused configuration.
+it started in its checkpoints. Run one process, on an idle GPU.
+
+Exit codes: 0 complete, 1 if the GPU is not supported or the cache cannot be written, 2 for a refused configuration.
 """
 
 import torch

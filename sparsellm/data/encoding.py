@@ -68,7 +68,7 @@ def _by_processes(
 ) -> Generator[Chunk, None, None]:
     pending: deque[tuple[list[Document], Future[Encoded]]] = deque()
     end: BaseException | None = None
-    # A forked process lacks the tokenizer's threads. The library warns about forks unless this is set.
+    # A forked process lacks the tokenizer's threads. The library warns about forks unless this variable is set.
     os.environ.setdefault(PARALLELISM, "true")
     try:
         executor = ProcessPoolExecutor(cores, get_context("fork"), _begin, given)
@@ -103,7 +103,7 @@ def _submit(executor: ProcessPoolExecutor, texts: list[str]) -> Future[Encoded]:
     except BrokenProcessPool:
         raise
     except (OSError, RuntimeError) as error:  # a failed fork raises OSError, a failed thread RuntimeError
-        # Processes that did start would wait for work forever, and this process for them.
+        # Processes that did start would wait for work forever, and this process would wait for them.
         for process in set(multiprocessing.active_children()) - before:
             process.kill()
             process.join()

@@ -110,8 +110,8 @@ def mixed(data: DataConfig, found: dict[str, tuple[Path, Manifest]], **reading: 
 
 
 def validation(data: DataConfig, samples: int, tokens: MixedTokens) -> torch.Tensor:
-    """Held-out blocks, of each source its share and at least one: int64 [V, T + 1]. V is `samples`, or fewer where
-    a source has fewer than its share, so that every source has the same weight as in training."""
+    """Held-out blocks, int64 [V, T + 1], in which every source has the same weight as in training. V is `samples`, or
+    fewer if a source has too few blocks for its share; every source has at least one block."""
     there = [blocks(source.manifest.validation.tokens, tokens.sequence_length) for source in tokens.sources.values()]
     most = [found * MIX_PERIOD // count for found, count in zip(there, tokens.counts, strict=True)]
     shares = counts(data, min(samples, *most))

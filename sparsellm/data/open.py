@@ -210,7 +210,7 @@ class _Opening:
         if found := self.request.vocabulary_mistakes(tokenizer.vocabulary_size(vocabulary)):
             raise DataError("; ".join(found))
         tokenizer.say_form(vocabulary, f"{self.request.tokenizer_key}={data.tokenizer}")
-        # Named by its content, so that it never replaces a tokenizer with which other tokens were made.
+        # The folder's name depends on its content, so it never replaces the tokenizer of other tokens.
         folder = data.folder / f"tokenizer-{tokenizer.digest(vocabulary)[:8]}"
         as_found = (vocabulary.found or "").encode()
         earlier = data.folder / f"tokenizer-{tokenizer.digest(vocabulary, as_found)[:8]}"

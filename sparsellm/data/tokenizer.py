@@ -111,8 +111,8 @@ def _vocabulary(file: Path, given: str, find: Callable[[str], Path]) -> Vocabula
     encoding = tokenizer.encode("a")
     special = takewhile(lambda each: each[1], zip(encoding.tokens, encoding.special_tokens_mask, strict=True))
     begin = [token for token, _ in special]
-    # No begin-of-text token if it equals the end-of-text token. If tokenizer_config.json has another bos_token, only
-    # prompts begin with this token.
+    # A begin-of-text token that equals the end-of-text token is not used. If tokenizer_config.json names another
+    # bos_token, only prompts begin with that token, so documents get none.
     if len(begin) != 1 or begin == [end] or _named("bos_token", [find(_CONFIG)])[1] not in (None, *begin):
         return Vocabulary(tokenizer, end)
     return Vocabulary(tokenizer, end, begin[0])
@@ -203,7 +203,8 @@ def digest(vocabulary: Vocabulary, content: bytes | None = None) -> str:
 
 
 def digests(vocabulary: Vocabulary) -> set[str]:
-    """The `digest`, and that of the tokenizer as it was found, which tokens prepared before 0.1.0 have."""
+    """The digests that prepared tokens may have: `digest`, or, if they were prepared before 0.1.0, that of the
+    tokenizer as it was found."""
     contents = [None] if vocabulary.found is None else [None, vocabulary.found.encode()]
     return {digest(vocabulary, content) for content in contents}
 

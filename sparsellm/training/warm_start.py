@@ -90,7 +90,7 @@ def require_one_tokenizer(models: dict[str, str], corpus: DataConfig, data: Data
                 own = tokenizer.load(checkpoint.model, key)
             prepared = tokenizer.load(str(data.tokenizer_folder), "data.path")
             if tokenizer.serialized(own) != tokenizer.serialized(prepared):
-                # The corpus stdlib_docs always trains a tokenizer of its own.
+                # The corpus stdlib_docs always trains its own tokenizer, so another tokenizer needs another corpus.
                 what, text = "them again", ""
                 if corpus.source == Source.stdlib_docs:
                     what, text = "your own text", "data=files data.files=[PATTERN,...] "

@@ -20,10 +20,10 @@ namespace {
 
 using namespace row;
 
-constexpr int64_t kSlotBytes = 64 << 20;   // bytes of the chunks' sums of rows that are cut, at most
-constexpr int64_t kMaxSlots = 8192;        // number of these sums, at most
-constexpr int64_t kMinSlots = 64;          // number of these sums, at least, however wide a row is
-constexpr int64_t kTotalBytes = 64 << 20;  // bytes of the warps' sums over chunks, at most, unless one warp per SM
+constexpr int64_t kSlotBytes = 64 << 20;   // maximum bytes of the chunks' sums of rows that are cut
+constexpr int64_t kMaxSlots = 8192;        // maximum number of these sums
+constexpr int64_t kMinSlots = 64;          // minimum number of these sums, however wide a row is
+constexpr int64_t kTotalBytes = 64 << 20;  // maximum bytes of the warps' sums over chunks, unless one warp per SM
                                            // needs more
 
 bool for_clusters(int64_t m, int64_t k) { return m <= kClusterTokens && k <= kClusterMaxWidth; }
