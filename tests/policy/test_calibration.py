@@ -314,7 +314,7 @@ def test_the_command_measures_keeps_and_shows(machine, monkeypatch, capsys):
     monkeypatch.setattr(measure, "gpu_milliseconds", lambda _, calls: invented.milliseconds(calls))
     assert calibrate.main(["model=[1p5b,2048x5632]"], "sparsellm calibrate") == 0
     shown = capsys.readouterr().out
-    assert shown.count("K 2,048, N 5,632: forward: microseconds of a call") == 1
+    assert shown.count("K 2,048, N 5,632: forward: measured microseconds of a call") == 1
     assert "chosen: the fastest engine" in shown
     assert f"saved in {store.file()}" in shown
     assert store.kept([(K, N)])[K, N].choose_engine(16_384, 36 * 16_384, 950 * 128) == Engine.tile

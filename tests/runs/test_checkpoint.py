@@ -373,7 +373,7 @@ def test_what_does_not_fit_is_named_and_nothing_is_loaded(tmp_path, ranks, chang
         checkpoints.load(1, tensors)
     assert named in str(raised.value)
     assert "step_00000001 does not fit" in str(raised.value)
-    differences = (" in it", "missing from it", "unknown to this run")
+    differences = (" in the checkpoint, but", "missing from the checkpoint", "unknown to this run")
     assert sum(str(raised.value).count(words) for words in differences) == 1
     assert all(torch.equal(tensors[name], tensor) for name, tensor in before.items())
 
