@@ -44,8 +44,8 @@ def shuffle(order: np.ndarray, *key: int) -> None:
 
 
 def outlive_stop_signals(_worker: int) -> None:
-    """For loader processes: ignore stop signals sent to the whole process group, which the trainer handles with a
-    checkpoint.
+    """Make a loader process ignore stop signals to the whole process group, because the trainer handles these signals
+    by saving a checkpoint.
 
     A worker still ends when the iterator over batches is closed, when the trainer exits (`started`), and at once when
     the trainer is killed, so that inherited resources do not outlive the trainer."""
@@ -65,7 +65,7 @@ def started(loader: DataLoader) -> Iterator[Any]:
     reports = signal.getsignal(signal.SIGCHLD)
     try:
         iterator = iter(loader)
-    except (OSError, RuntimeError) as error:  # from a fork, a pipe or a semaphore; from a thread
+    except (OSError, RuntimeError) as error:  # OSError from a fork, a pipe or a semaphore; RuntimeError from a thread
         _end_workers()
         say_dropped, sys.unraisablehook = sys.unraisablehook, lambda _: None
         error.__traceback__ = None  # frees the half-built loader, whose finalizer fails
@@ -100,7 +100,7 @@ def _items(iterator: Iterator[Any], loader: DataLoader) -> Iterator[Any]:
                     "the data workers failed (too many open files): raise the limit of open files (`ulimit -n`), or"
                     f" lower runtime.data_workers ({loader.num_workers} now), and run the same command again to resume"
                 ) from error
-            # The connection to a worker that was killed fails before the worker counts as ended.
+            # The connection to a killed worker fails before the worker counts as ended, so wait for its end.
             multiprocessing.connection.wait([worker.sentinel for worker in workers], timeout=2)
             if ended := [worker for worker in workers if worker.exitcode is not None]:
                 raise DataError(_why_ended(ended[0], loader.num_workers)) from error
@@ -216,7 +216,8 @@ class Samples(Dataset):
             num_workers=self.workers,
             worker_init_fn=outlive_stop_signals,
             pin_memory=self.pin_memory,
-            generator=torch.Generator(),  # otherwise a start draws from the global generator, so a resume differs
+            # Without a generator of its own, a loader draws a seed from the global one, so a resumed run would differ.
+            generator=torch.Generator(),
         )
         # Count batches here, where they are consumed, not where workers read ahead.
         for batch in started(loader):
@@ -238,7 +239,7 @@ class PackedTokens(Samples):
     seed: int
 
     def __post_init__(self) -> None:
-        _ = self._order  # create before forking workers, which share it
+        _ = self._order  # created before workers are forked, so that they share one copy
 
     @property
     def identity(self) -> str:

@@ -96,8 +96,8 @@ def preparation_mistakes(request: Request) -> list[str]:
 
 
 def _with_files_of(request: Request, manifest: Manifest) -> Manifest:
-    """An unfinished `manifest` with data.files of `request`; `with_sources_of_now` decides whether it can continue
-    with these."""
+    """An unfinished `manifest` with data.files of `request`; `with_current_sources` decides whether it can continue
+    with these files."""
     key = "data.files"
     if key not in manifest.recipe or key not in request.recipe:
         return manifest
@@ -177,7 +177,7 @@ def prepare(request: Request) -> Manifest:
 
 def _prepare_again(request: Request, folder: Path, done: Manifest) -> Manifest:
     """Extend the cut stream `done` in its locked `folder`."""
-    sources.with_sources_of_now(request.data, folder, done)  # otherwise the new tokens would not contain the old ones
+    sources.with_current_sources(request.data, folder, done)  # otherwise the new tokens would not contain the old ones
     again = folder / AGAIN
     if read(again, "progress.json") is None:
         shutil.rmtree(again, ignore_errors=True)
@@ -268,7 +268,7 @@ def _continue(request: Request, folder: Path, manifest: Manifest) -> tuple[Manif
     data = request.data
     compare(manifest, folder, tokenizer_names(manifest))
     corpus.require_hub(data)
-    manifest = sources.with_sources_of_now(data, folder, manifest)
+    manifest = sources.with_current_sources(data, folder, manifest)
     if not manifest.extends:
         manifest = replace(_with_files_of(request, manifest), sequence_length=request.training.sequence_length)
     vocabulary = tokenizer.load(str(folder / "tokenizer"), "data.path")
@@ -316,7 +316,7 @@ def _write_tokens(
                         _count(document, manifest, reading)
                         if tokens is not None:
                             writers["validation" if held_out else "train"].append(tokens)
-                            reading.count(0 if held_out else len(tokens))
+                            reading.count_tokens(0 if held_out else len(tokens))
                         if is_enough(manifest, goal):
                             break
                     done = is_enough(manifest, goal)
@@ -352,7 +352,7 @@ def _count(document: Document, manifest: Manifest, reading: sources.Reading) -> 
     elif document.end or document.file != manifest.position["file"]:
         manifest.begun = None
     manifest.position = document.position_after()
-    reading.begin(document)
+    reading.count_document(document)
     if document.end:
         manifest.empty_files += document.number == 0
     elif document.fault is not None:
@@ -397,7 +397,7 @@ def _writing(folder: Path, limit: int | None, made: list[Path]) -> Iterator[None
         tokens = progress.train.tokens if progress is not None else 0
         done = "prepare again"
         if (folder / "manifest.json").exists() or (progress is not None and progress.tokens > 0):
-            done = f"run the same command again: it continues after the {tokens:,} training tokens that are there"
+            done = f"run the same command again: it continues after the {tokens:,} training tokens already prepared"
         elif progress is None or not progress.extends:
             _remove(folder, made)
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):

@@ -21,8 +21,8 @@ from sparsellm.data.corpus import Document
 from sparsellm.data.errors import DataError
 from sparsellm.data.manifest import SPLITS, Manifest, Split
 
-NAMED = 3  # most files listed in one message
-_ENDS = "ends "  # in front of the checksum of a file's ends
+NAMED = 3  # maximum number of files listed in one message
+_ENDS = "ends "  # prefix of a checksum of a file's first and last MiB
 
 
 def changes(manifest: Manifest, folder: Path) -> list[str]:
@@ -104,9 +104,9 @@ def _added(manifest: Manifest) -> list[str]:
     return [file for file in corpus.local_files(patterns)[0] if file not in manifest.source_files]
 
 
-def with_sources_of_now(data: DataConfig, folder: Path, manifest: Manifest) -> Manifest:
-    """`manifest` with the current source files. The file being read (which then restarts) and files that were not read
-    yet may have changed or disappeared. Raises DataError if another one changed, or if files were added.
+def with_current_sources(data: DataConfig, folder: Path, manifest: Manifest) -> Manifest:
+    """`manifest` with the current source files. The file being read (which is then read again) and files that were not
+    read yet may have changed or disappeared. Raises DataError if any other file changed, or if files were added.
     """
     before = manifest.source_files
     now = corpus.find_files(data) if data.source == Source.files else before
@@ -125,8 +125,8 @@ def with_sources_of_now(data: DataConfig, folder: Path, manifest: Manifest) -> M
     current = _current(manifest)
     if finished := [file for file in _kept(manifest) if file in other and file != current]:
         raise DataError(
-            f"{names(finished)} {'has' if len(finished) == 1 else 'have'} changed since it was read for"
-            f" {folder}: restore the original, or choose another data.name or data.path"
+            f"{names(finished)} {'has changed since it was' if len(finished) == 1 else 'have changed since they were'}"
+            f" read for {folder}: restore the original, or choose another data.name or data.path"
         )
     if not other:
         return manifest
@@ -168,7 +168,7 @@ def _before_the_file(folder: Path, manifest: Manifest, current: str) -> Manifest
     assert begun is not None
     for split in SPLITS:
         with token_files.Writer(folder, split, manifest):
-            pass  # verifies what was written against its checksums, which exist only for the whole
+            pass  # opening a Writer verifies all that was written; the part that is kept has no checksum of its own yet
     manifest = replace(
         manifest,
         **{**begun, **{split: Split(**begun[split]) for split in SPLITS}},
@@ -204,10 +204,10 @@ class Reading:
         self.manifest, self.verified = manifest, Verified(folder)
         self.files = list(manifest.source_files)
         self.stamps = {file: stamp(Path(file)) for file in self.files if "://" not in file}
-        self.read: dict[str, bool] = {}  # files since the last `sync`: whether to their ends
+        self.read: dict[str, bool] = {}  # for each file read since the last `sync`: whether it was read to its end
         self.taken: dict[str, int] = {}  # documents and tokens taken from the current file
 
-    def begin(self, document: Document) -> None:
+    def count_document(self, document: Document) -> None:
         """Count a document, or the end of its file."""
         if not self.files:  # the embedded corpus
             return
@@ -218,7 +218,7 @@ class Reading:
             self.taken["documents"] += not document.end
             self.taken["all"] = int(document.end)
 
-    def count(self, tokens: int) -> None:
+    def count_tokens(self, tokens: int) -> None:
         """Count training tokens of the last document."""
         if self.taken:
             self.taken["tokens"] += tokens

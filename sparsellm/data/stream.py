@@ -5,9 +5,9 @@ its next epoch when its own files end. Documents are packed into blocks as in ma
 ones. Blocks are shuffled in groups: a group is collected, then permuted. (`IterableDataset.shuffle` would lose its
 buffer on a resume.)
 
-The position is that of the group's first token and the number of blocks of the group already used: a resume reads the
-group again and skips those. It is valid for one rank of a fixed number of ranks, one tokenizer (by content), and the
-same files; local files are identified by path, size, and their first and last MiB.
+The position is that of the group's first token, with the number of blocks of the group already used: a resume reads the
+group again and skips these blocks. A position is valid for one rank of a fixed number of ranks, one tokenizer (by
+content), and the same files; local files are identified by path, size, and their first and last MiB.
 
 Only local files before the position must be unchanged. Others may change or disappear (a file with a bad record has to
 be fixed): each epoch still permutes the files with which the run started, and missing ones are skipped. If the group
@@ -37,8 +37,8 @@ from sparsellm.data.packed import Batch, outlive_stop_signals, permutation, star
 from sparsellm.system.console import warn
 
 GROUP_BLOCKS = 1024
-FILES_AT_ONCE = 16  # opened together for the held-out sequences
-MOST_FILES = 256  # that give held-out sequences, because opening a hub file takes about a second
+FILES_AT_ONCE = 16  # number of files opened at a time to read the held-out sequences
+MOST_FILES = 256  # maximum number of files with held-out sequences, because opening a hub file takes about a second
 _REMEDY = (
     "prepare the tokens first (`python -m sparsellm.prepare_data` with data.streaming=false): then the end of the text"
     " is held out if there are too few documents"
@@ -76,9 +76,10 @@ class TokenStream:
     def validation(self, samples: int) -> torch.Tensor:
         """`samples` held-out blocks, or all if there are fewer: int64 [V, T + 1].
 
-        Every file, or each of MOST_FILES evenly spaced ones, gives a share in proportion to its size (equal shares for
-        hub files, whose sizes are unknown) from its first documents. The blocks are thus the same on every rank and in
-        every run. Raises DataError if there are none, unless nothing is to be held out."""
+        Every file (with more than MOST_FILES files, every second, every third, ...) gives a share of its first
+        documents in proportion to its size; hub files, whose sizes are unknown, give equal shares. So the blocks are
+        the same on every rank and in every run. Raises DataError if there are none, unless nothing is to be held out.
+        """
         length, others = self.sequence_length, list(self.files)
         if self.validation_fraction == 0:
             return torch.empty(0, length + 1, dtype=torch.int64)
@@ -90,7 +91,7 @@ class TokenStream:
         with ThreadPoolExecutor(FILES_AT_ONCE) as threads:
             found = list(threads.map(read, names, shares))
         for i, name in enumerate(names):
-            if len(found[i]) >= shares[i] and (missing := wanted - sum(map(len, found))) > 0:  # not read to its end
+            if len(found[i]) >= shares[i] and (missing := wanted - sum(map(len, found))) > 0:  # the file has more
                 found[i] = read(name, len(found[i]) + missing)
         for name in sorted({*others} - {*names}):
             if (missing := wanted - sum(map(len, found))) > 0:
@@ -139,14 +140,15 @@ class TokenStream:
             "ends": {name: self.ends.get(name) for name in stream.names} if self.ends else {},
             "sizes": {name: self.files.get(name) for name in stream.names} if self.ends else {},
         }
-        # One worker, because several would need separate positions. It reads ahead up to a group.
+        # One worker, because several workers would need separate positions. The worker reads ahead up to one group.
         ahead = max(2, self.group_blocks // self.share)
         worker: dict[str, Any] = {"num_workers": 1, "prefetch_factor": ahead, "worker_init_fn": _one_thread}
         loader = DataLoader(
             _Shares(stream, position),
             batch_size=None,
             pin_memory=self.pin_memory,
-            generator=torch.Generator(),  # otherwise a start draws from the global generator, so a resume differs
+            # Without a generator of its own, a loader draws a seed from the global one, so a resumed run would differ.
+            generator=torch.Generator(),
             **(worker if self.workers else {}),
         )
         for batch, after in started(loader):
@@ -173,7 +175,7 @@ class TokenStream:
         gone = {name for name in ends if name not in self.files}
         others = {name for name in ends if ends[name] != self.ends.get(name)}
         others |= {name for name in sizes if sizes[name] != self.files.get(name)}
-        # For hub files, and states without sizes, only the digest can tell.
+        # For hub files, and for states without sizes, only the digest shows whether files have changed.
         if added or (not others and state["files"] != self._files_digest() and not sizes):
             detail = f" ({sources.names(added)} added later)" if added else ""
             raise DataError(_other("files", state["files"], f"{self._files_digest()}{detail}"))
@@ -208,8 +210,8 @@ class TokenStream:
         return stream, position
 
     def _of_group(self, state: dict[str, Any], order: list[str]) -> set[str]:
-        """The files from which the group of `state` may have tokens: those of its epoch in `order`, or fewer."""
-        epoch, last = state.get("reached", (None, None))  # states saved before 0.1.0 lack it
+        """Files from which the group of `state` may have tokens. `order`: its epoch's files from the current one on."""
+        epoch, last = state.get("reached", (None, None))  # states saved before 0.1.0 lack this key
         if epoch == state["epoch"]:
             return set(order[: order.index(last) + 1])
         return set(self.names)
@@ -251,8 +253,8 @@ class TokenStream:
                 number += 1
 
     def _epochs(self, position: dict[str, Any]) -> Iterator[tuple[dict[str, int], list[Any], np.ndarray]]:
-        """This rank's training tokens in chunks, each with the position of its first document, and the epoch and file
-        of its last."""
+        """This rank's training tokens in chunks: (position of the chunk's first document, epoch and file of its last
+        document, tokens)."""
         start = {key: position[key] for key in corpus.START}
         for epoch in count(position["epoch"]):
             files = [name for name in self._order(epoch) if name in self.files]

@@ -48,7 +48,7 @@ NOTICE = 3  # seconds to wait, after a collective fails, for news of which rank 
 HANDSHAKE = 10  # seconds for the first line of a connection
 PROBES = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}  # give up on a machine after 30 s
 BEAT = 5  # seconds
-SILENT = 30  # seconds; C code that holds the GIL may take some
+SILENT = 30  # seconds; C code that holds the GIL may keep a healthy rank silent for some seconds
 SILENT_LIMIT = 300  # seconds; no healthy process blocks its threads for minutes
 BEHIND = 60  # seconds
 # Seconds that the other ranks wait for a rank that is behind:
@@ -126,7 +126,7 @@ class Lifeline:
         self._own.stopping = True
 
     def explain(self) -> None:
-        """If another rank is known to have ended, or NOTICE seconds later, report its end and end this process."""
+        """Wait up to NOTICE seconds for news that another rank has ended; then report it and end this process."""
         if self._heard.wait(NOTICE):
             self._end()
 

@@ -38,8 +38,8 @@ from sparsellm.system.files import unused, write_whole
 
 METRICS = "metrics.jsonl"
 NAMED = "validation_ce/"  # the key validation_ce/NAME is the held-out cross entropy of the data.mix source NAME
-LONGEST_ROW = 1 << 24  # bytes; a row of 100 layers has about 10,000. `history` stops reading at a longer line
-NAMED_PROBLEMS = 3  # most problems listed for a damaged file
+LONGEST_ROW = 1 << 24  # bytes; a row of 100 layers has about 10,000, and `history` stops reading at a longer line
+NAMED_PROBLEMS = 3  # maximum number of problems listed for a damaged file
 
 
 class StepSums:
@@ -365,7 +365,7 @@ def history(
     """The rows of a metrics.jsonl, and its problems.
 
     `saved`: the extent of the file when a checkpoint was saved. `needed`: keys that every row must have. `layers`: the
-    length of lists. A missing file has no rows, and is a problem only if rows had been saved.
+    length that every list of a row must have. A missing file has no rows, and is a problem only if rows were saved.
     """
     rows: list[dict[str, Any]] = []
     problems: list[str] = []
@@ -377,7 +377,7 @@ def history(
                 if saved is not None:
                     digest.update(line[: max(0, saved.bytes - size)])
                 size += len(line)
-                if not line.endswith(b"\n"):  # the end of the file: a last line without a line feed was cut by a kill
+                if not line.endswith(b"\n"):  # the end of the file, or a last line that a kill cut short
                     if len(line) == LONGEST_ROW:
                         problems.append(
                             f"line {number}: it is longer than {LONGEST_ROW:,} bytes; later lines are not read"
@@ -388,7 +388,7 @@ def history(
                     if rows and row["step"] <= rows[-1]["step"]:
                         raise ValueError(f"its step {row['step']} comes after step {rows[-1]['step']}")
                     rows.append(row)
-                except (ValueError, OverflowError) as error:  # an integer of 400 digits is no float
+                except (ValueError, OverflowError) as error:  # an OverflowError for an integer too large for a float
                     problems.append(f"line {number}: {error}")
     except FileNotFoundError:
         return History([], [] if saved is None else [f"the file is missing, but {saved.bytes:,} bytes were saved"])

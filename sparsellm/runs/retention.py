@@ -39,7 +39,7 @@ class Retention:
         return {*self._firsts(steps).values(), *self._common(steps)}
 
     def _firsts(self, steps: list[int]) -> dict[int, int]:
-        """The first of `steps` in each interval of keep_every steps, by the interval's number from 1."""
+        """{i: the first of `steps` from i * keep_every up to the next multiple of keep_every}, for i >= 1."""
         found: dict[int, int] = {}
         for step in steps:
             if self.run.keep_every and step >= self.run.keep_every:

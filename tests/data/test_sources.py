@@ -15,7 +15,7 @@ from sparsellm.config import Config
 from sparsellm.data import DataError, corpus, preparation, token_files
 from sparsellm.data.checksums import VERIFIED
 from sparsellm.data.manifest import read, verify
-from sparsellm.data.sources import with_sources_of_now
+from sparsellm.data.sources import with_current_sources
 from sparsellm.distributed.groups import process_group
 
 MakeConfig = Callable[..., Config]
@@ -241,7 +241,7 @@ def test_a_file_that_gave_nothing_may_go_before_the_one_being_read(failed: Confi
     progress.begun["position"] = {**progress.position, "document": 0}
     files[0].unlink()
     failed.data.files = [str(file) for file in files[1:]]
-    now = with_sources_of_now(failed.data, folder, progress)
+    now = with_current_sources(failed.data, folder, progress)
     for position in (now.position, now.begun["position"]):
         assert list(now.source_files)[position["file"]] == current
 
