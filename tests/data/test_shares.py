@@ -210,7 +210,10 @@ def test_another_limit_after_a_kill_ends_the_pass_first_or_stops_within_it(
     config.data.max_tokens = 3_000
     few = prepare(config)
     assert 3_000 <= few.train.tokens < 3_150
-    assert "began with 6,000 tokens; fewer are requested now, so 2 of 4 files have not given" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert (
+        "started for 6,000 tokens, but fewer are requested now: 2 of 4 files contribute less than their share" in said
+    )
     assert read(config.data.folder) == few
     assert mistakes(config) == []
     config.data.max_tokens = 9_000
