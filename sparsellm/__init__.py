@@ -20,7 +20,8 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         return metadata.version("sparsellm")
     if name == "api":
-        return importlib.import_module("sparsellm.api")
+        with needed_by("sparsellm.api"):
+            return importlib.import_module("sparsellm.api")
     if name not in __all__:
         raise AttributeError(f"module 'sparsellm' has no attribute {name!r}")
     file = "generation" if name == "Generator" else "accelerate"

@@ -1,4 +1,4 @@
-"""The Python API: what the commands `train` and `evaluate` do, with exceptions instead of exit codes.
+"""The Python API: what the commands prepare_data, train and evaluate do, with exceptions instead of exit codes.
 
 from sparsellm.api import Config, Generator, evaluate, train
 
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from sparsellm import config as keys
+from sparsellm import data
 from sparsellm.config import ConfigError, EvaluateConfig, fingerprint
 from sparsellm.config.compose import complete, composition, from_values
 from sparsellm.evaluation.checkpoint import evaluate_checkpoint
@@ -27,7 +28,7 @@ from sparsellm.system.processes import rank_mistake
 from sparsellm.training import run as training
 from sparsellm.training.run import Run
 
-__all__ = ["Config", "ConfigError", "Generator", "Run", "SparsellmError", "evaluate", "train"]
+__all__ = ["Config", "ConfigError", "Generator", "Run", "SparsellmError", "evaluate", "prepare_data", "train"]
 
 
 class Config(keys.Config):
@@ -93,20 +94,48 @@ def train(config: keys.Config) -> Run:
         SparsellmError: The run cannot go on: damaged data or checkpoint, out of memory, divergence.
         OSError: A file cannot be written, mostly because the disk is full.
     """
+    whole, typed = _checked(config)
+    found = [] if (mistake := rank_mistake()) is None else [mistake]
+    if threading.current_thread() is not threading.main_thread():
+        found.append("train is called in a thread, where no signal can stop it: call it in the main thread")
+    if found := found or training.check(whole, typed):
+        raise ConfigError(list(dict.fromkeys(found)))
+    return training.run(whole)
+
+
+def prepare_data(config: keys.Config) -> Path:
+    """Tokenize the text that a run of `config` reads, and return the folder of the tokens.
+
+    Call it again to continue after an interruption. It does nothing if all tokens are there.
+
+    Args:
+        config: The configuration of the run.
+
+    Raises:
+        ConfigError: With every mistake in the configuration.
+        SparsellmError: The text or the tokenizer cannot be read.
+        OSError: A file cannot be written, mostly because the disk is full.
+    """
+    whole, typed = _checked(config)
+    if found := training.check_preparation(whole, typed):
+        raise ConfigError(list(dict.fromkeys(found)))
+    request = data.Request.of(whole)
+    data.prepare(request)
+    if found := data.mistakes(request, whole.run):  # mistakes that training would refuse
+        raise ConfigError(found)
+    return whole.data.folder
+
+
+def _checked(config: keys.Config) -> tuple[keys.Config, list[str]]:
+    """A complete copy of `config` whose values have the right types, and the overrides from which it was composed.
+    Raises ConfigError."""
     if not isinstance(config, keys.Config):
         raise ConfigError([f"config is {config!r}: it should be a Config, for example Config.compose('{config}')"])
     typed = list(getattr(config, "overrides", ()))
     whole = from_values(dict(_values(config)), keys.Config)
     complete(whole.data, whole.run, whole.init_from, tokenizer_typed=bool(typed))
     whole.run.name = whole.run.name or f"run-{fingerprint(whole)}"
-    found = [] if (mistake := rank_mistake()) is None else [mistake]
-    if threading.current_thread() is not threading.main_thread():
-        found.append("train is called in a thread, where no signal can stop it: call it in the main thread")
-    if found:
-        raise ConfigError(found)
-    if found := training.check(whole, typed):
-        raise ConfigError(list(dict.fromkeys(found)))
-    return training.run(whole)
+    return whole, typed
 
 
 def _values(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -6,10 +6,9 @@ import signal
 import pytest
 import torch
 from small_run import OVERRIDES
-from whole_config import prepare
 
 import sparsellm
-from sparsellm.api import Config, ConfigError, SparsellmError, evaluate, train
+from sparsellm.api import Config, ConfigError, SparsellmError, evaluate, prepare_data, train
 from sparsellm.training.loop import Trainer
 from sparsellm.training.run import determinism
 
@@ -21,7 +20,7 @@ def folder(tmp_path_factory):
     """A folder with prepared text."""
     folder = tmp_path_factory.mktemp("api")
     (folder / "text.txt").write_text("".join(f"The number {n} comes before {n + 1}.\n" for n in range(400)))
-    prepare(composed(folder))
+    assert prepare_data(composed(folder)) == folder / "data"
     return folder
 
 
@@ -81,6 +80,8 @@ def test_every_mistake_is_an_exception_and_leaves_nothing_behind(folder, tmp_pat
     for wrong in (composed(folder, "training.batch_size=0"), composed(folder, "data.path=none"), "experiment=smoke"):
         with pytest.raises(ConfigError):
             train(wrong)
+    with pytest.raises(ConfigError, match="nothing matches"):
+        prepare_data(Config.compose("data=files", "data.files=none.txt"))
     with pytest.raises(ConfigError, match=r"did you mean training\.steps"):
         Config.compose("traning.steps=3")
     with pytest.raises(ConfigError, match=r"no\.yaml cannot be read"):

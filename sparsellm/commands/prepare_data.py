@@ -7,22 +7,15 @@ does nothing if all is done, and appends the missing tokens if more are asked fo
 import signal
 import sys
 
-from sparsellm.config import Config, ConfigError, entry_point, prepare_mistakes
+from sparsellm.config import Config, ConfigError, entry_point
 from sparsellm.data import DataError, Manifest, Request, mistakes, prepare
 from sparsellm.data.errors import ProcessesFailed
 from sparsellm.data.manifest import blocks
-from sparsellm.data.preparation import preparation_mistakes
 from sparsellm.training import warm_start
+from sparsellm.training.run import check_preparation
 
 
-def check(config: Config, typed: list[str]) -> list[str]:
-    """Mistakes that keep `config` from being prepared. Sets the architecture from init_from."""
-    found = warm_start.adopt(config, typed) or prepare_mistakes(config)
-    found = found or preparation_mistakes(Request.of(config))
-    return found or warm_start.tokenizer_mistakes(config.data.tokenizer, config.init_from, config.distill.teacher)
-
-
-@entry_point("prepare_data", check, warm_start.adopt)
+@entry_point("prepare_data", check_preparation, warm_start.adopt)
 def main(config: Config) -> int:
     request = Request.of(config)
     print(f"Preparing {_amount(request)} in {request.data.path}.", flush=True)

@@ -37,7 +37,7 @@ from sparsellm.config.values import (
     to_dict,
     unknown_key,
 )
-from sparsellm.config.yaml_files import Start, choice_mistakes, folder_mistakes, read, seal, start
+from sparsellm.config.yaml_files import Start, choice_mistakes, folder_mistakes, read, read_start, seal
 from sparsellm.system.files import write_whole
 
 AnyConfig = TypeVar("AnyConfig")  # the configuration of a command
@@ -76,7 +76,7 @@ def composition(overrides: list[str], schema: type[AnyConfig]) -> Composition[An
 
 def composition(overrides: list[str], schema: type[Any] = Config) -> Composition[Any]:
     """Compose `schema` from the overrides and options of a command line."""
-    line = _Line.of(overrides, schema)
+    line = _CommandLine.of(overrides, schema)
     typed, begins = line.typed, line.start
     if schema is not Config:
         keys = begins.keys | typed.keys
@@ -152,7 +152,7 @@ def from_overrides(overrides: list[str], schema: type[Any] = Config) -> Any:
 
 
 @dataclass(frozen=True)
-class _Line:
+class _CommandLine:
     """A parsed command line, with the file from which it starts."""
 
     options: Options
@@ -162,12 +162,12 @@ class _Line:
     overrides: list[str]  # as in Composition
 
     @classmethod
-    def of(cls, overrides: list[str], schema: type = Config) -> "_Line":
+    def of(cls, overrides: list[str], schema: type = Config) -> "_CommandLine":
         options, texts, found = split(overrides)
         for folder in options.folders:
             found += folder_mistakes(folder)
         options = replace(options, folders=tuple(folder for folder in options.folders if folder.is_dir()))
-        begins = Start() if options.config is None else start(options.config, schema, options.folders)
+        begins = Start() if options.config is None else read_start(options.config, schema, options.folders)
         typed = parse(texts, schema, options.folders)
         found += begins.mistakes + typed.mistakes
         for each in (begins, typed):
@@ -239,7 +239,7 @@ class _Line:
 def typed_values(overrides: list[str]) -> Flat:
     """The values that a person wrote, on the command line or in a file of --config that no run saved: by groups (except
     the experiment) and by keys."""
-    line = _Line.of(overrides)
+    line = _CommandLine.of(overrides)
     return ({} if line.start.saved else line.values(line.start)) | line.values(line.typed)
 
 

@@ -28,15 +28,13 @@ def text(command: str, program: str) -> str:
         lines += [f"Every group and key of `{training} --help` accepts a list of values. In addition:", ""]
     for taken in keys:
         lines += _keys(taken)
-    start = f"{CONFIG} {OPTIONS[CONFIG]} starts from the values of a YAML file"
-    if composed or command == "sweep":
-        lines += [
-            f"{start}, such as runs/NAME/config.yaml.",
-            f"{CONFIG_DIR} {OPTIONS[CONFIG_DIR]} adds your own choices and experiments, DIR/GROUP/CHOICE.yaml.",
-            "A group or key given on the command line overrides both of them, and every default.",
-        ]
-    else:
-        lines += [f"{start}; a key given on the command line overrides it."]
+    a_run = composed or command == "sweep"
+    example = ", such as runs/NAME/config.yaml" if a_run else ""
+    lines.append(f"{CONFIG} {OPTIONS[CONFIG]} starts from the values of a YAML file{example}.")
+    if a_run or command == "calibrate":
+        what = "choices and experiments, DIR/GROUP/CHOICE.yaml" if a_run else "models, DIR/model/NAME.yaml"
+        lines.append(f"{CONFIG_DIR} {OPTIONS[CONFIG_DIR]} adds your own {what}.")
+    lines.append("Keys and groups given on the command line override files and defaults.")
     if composed:
         lines += [f"{program} --cfg job [...] prints the configuration of a command line without running it."]
     return "\n".join(lines).rstrip()

@@ -51,7 +51,7 @@ class Start(Typed):
     fingerprint: str | None = None  # of that run
 
 
-def start(path: Path, schema: type, folders: tuple[Path, ...] = ()) -> Start:
+def read_start(path: Path, schema: type, folders: tuple[Path, ...] = ()) -> Start:
     """Read the file of --config. `folders`: as in Options."""
     found = Start(title=re.sub(r"[^\w.-]+", "_", path.stem, flags=re.ASCII)[:LONGEST_TITLE])
     inside, wanted = path / "config.yaml", "give a YAML file, such as runs/NAME/config.yaml"
@@ -66,6 +66,9 @@ def start(path: Path, schema: type, folders: tuple[Path, ...] = ()) -> Start:
         return found
     except ValueError as error:
         found.mistakes = [f"{CONFIG}={path} cannot be used ({error}): correct it, or give another file"]
+        return found
+    if schema is not Config and {"model", "training"} <= values.keys():
+        found.mistakes = [f"{path} is the configuration of a run: it should set {', '.join(flat_types(schema))}"]
         return found
     if "defaults" in values:
         found.mistakes.append(

@@ -1,6 +1,6 @@
 """A run from its configuration to its result: the checks before it, and the run itself, with exceptions for errors.
 
-`sparsellm train` (commands/train.py) and `sparsellm.api.train` both call these functions.
+The commands `train` and `prepare_data` and the functions of the same name in sparsellm/api.py call these functions.
 """
 
 import os
@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from sparsellm import data
-from sparsellm.config import Config, ConfigError, RuntimeConfig, looked_at, memory_mistakes, mistakes
+from sparsellm.config import Config, ConfigError, RuntimeConfig, looked_at, memory_mistakes, mistakes, prepare_mistakes
+from sparsellm.data.preparation import preparation_mistakes
 from sparsellm.distributed import groups
 from sparsellm.distributed.groups import agreed, leave, process_group, world_size_from_environment
 from sparsellm.evaluation import live
@@ -112,6 +113,13 @@ def check(config: Config, typed: Sequence[str] = ()) -> list[str]:
         return found + warm_start.weight_mistakes(models)
 
     return agreed(looked_at(look), run_folder.view(run, training.steps))
+
+
+def check_preparation(config: Config, typed: Sequence[str] = ()) -> list[str]:
+    """Mistakes that keep the data of `config` from being prepared. Sets the architecture from init_from."""
+    found = warm_start.adopt(config, typed) or prepare_mistakes(config)
+    found = found or preparation_mistakes(data.Request.of(config))
+    return found or warm_start.tokenizer_mistakes(config.data.tokenizer, config.init_from, config.distill.teacher)
 
 
 def of_rank(error: Exception) -> str:

@@ -31,6 +31,13 @@ def test_every_key_stands_there_with_its_default_and_its_meaning(command, schema
     assert lines[0].startswith(f"usage: sparsellm {command} ")
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_options_for_files_of_ones_own_stand_there(command):
+    shown = help.text(command, "program")
+    assert "--config FILE" in shown
+    assert ("--config-dir DIR" in shown) == (command in ("train", "prepare_data", "sweep", "calibrate"))
+
+
 def test_only_what_applies_stands_there():
     shown = help.text("prepare_data", "sparsellm prepare_data")
     assert "data.files" in shown

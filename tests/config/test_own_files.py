@@ -45,6 +45,8 @@ def test_a_run_that_starts_from_another_ones_file_has_a_name_of_its_own(saved):
     assert changed.notes == [f"this is another run than first, so run.name is {changed.config.run.name}"]
     shorter = composition([f"--config={path}", "training.steps=10", "data=files", "data.files=[x]"]).config
     assert (shorter.optimizer.warmup_steps, shorter.data.path) == (1, "data/files")
+    (mistake,) = composition([f"--config={path}", "limit=3"], EvaluateConfig).mistakes
+    assert mistake.startswith(f"{path} is the configuration of a run: it should set checkpoint, tasks")
     (mistake,) = composition([f"--config={path}", "experiment=0p5b"]).mistakes
     assert mistake.startswith(f"experiment=0p5b with --config={path}, which has a value for every key")
 

@@ -24,6 +24,7 @@ from processes import torchrun
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from wandb_server import dead_url
 
+from sparsellm import api
 from sparsellm.commands import evaluate
 from sparsellm.config import (
     ConfigError,
@@ -350,6 +351,7 @@ def test_a_quick_look_leaves_the_scores_of_all_rows_alone(run, rows):
     before = {path: path.read_bytes() for path in (run / LAST / "evaluation").rglob("*") if path.is_file()}
     of_two = evaluate_checkpoint(EvaluateConfig(**quick))
     assert of_two["output_dir"] == f"{of_all['output_dir']}/limit_2"
+    assert api.evaluate(run, data_dir=rows, tasks="piqa", limit=2) == of_two
     assert of_two["tasks"]["piqa"]["rows"] == 2 < of_all["tasks"]["piqa"]["rows"]
     assert {path: path.read_bytes() for path in before} == before
     assert results.scores(of_two).keys() == {
