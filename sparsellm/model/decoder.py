@@ -92,8 +92,7 @@ class GatedFeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> FeedForwardOutput:
         weights = self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight
-        out = ops.feedforward(x.flatten(0, 1), *weights, plan=None)
-        return out._replace(y=out.y.view(x.shape))
+        return ops.feedforward(x, *weights, plan=None)
 
 
 class NonGatedFeedForward(nn.Module):
@@ -105,8 +104,7 @@ class NonGatedFeedForward(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> FeedForwardOutput:
-        out = ops.feedforward(x.flatten(0, 1), None, self.up_proj.weight, self.down_proj.weight, plan=None)
-        return out._replace(y=out.y.view(x.shape))
+        return ops.feedforward(x, None, self.up_proj.weight, self.down_proj.weight, plan=None)
 
 
 class SiluFeedForward(GatedFeedForward):

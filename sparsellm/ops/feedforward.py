@@ -35,7 +35,7 @@ class FeedForwardOutput(NamedTuple):
     """What the operator returns; only y and l1 carry gradients.
 
     Attributes:
-        y: [M, K], the compute dtype.
+        y: [..., K], the compute dtype; M counts the tokens of all leading dimensions.
         l1: 0-d float32 (float64 for float64 inputs): the plain sum of |h|. The caller multiplies the sum by lambda / M,
             where M counts the tokens of the whole optimizer step (DESIGN §2).
         nnz: 0-d int64: number of nonzeros among the M x N activations.
@@ -70,7 +70,7 @@ def feedforward(
     no cast copies occupy memory in between.
 
     Args:
-        x: [M, K], M >= 0.
+        x: [..., K]: M >= 0 tokens in any leading dimensions.
         w_gate: [N, K], or None: h = relu(x w_up^T).
         w_up: [N, K].
         w_down: [K, N].
@@ -81,14 +81,16 @@ def feedforward(
         KernelsUnavailable: The plan's engine cannot run here.
         RuntimeError: The caller requested second derivatives or forward mode.
     """
-    x, cast = in_autocast(x)
+    shape = x.shape
+    x, cast = in_autocast(x.reshape(-1, shape[-1]) if shape else x)
     check(x, w_gate, w_up, w_down, cast)
     if plan is None:
-        return uncounted(*_Traced.apply(x, *_cast(x.dtype, w_gate, w_up, w_down))[:4])
+        y, *statistics = _Traced.apply(x, *_cast(x.dtype, w_gate, w_up, w_down))[:4]
+        return uncounted(y.view(shape), *statistics)
     saving = torch.is_grad_enabled() and any(t.requires_grad for t in (x, w_gate, w_up, w_down) if t is not None)
     plan = plan.tensor() if isinstance(plan, Plan) else plan
     y, l1, fired, counts, _ = torch.ops.sparsellm.feedforward(x, w_gate, w_up, w_down, plan, saving)
-    return output_of(y, l1, fired, counts)
+    return output_of(y.view(shape), l1, fired, counts)
 
 
 def output_of(y: Tensor, l1: Tensor, fired: Tensor, counts: Tensor) -> FeedForwardOutput:

@@ -263,7 +263,7 @@ def test_a_new_plan_does_not_recompile():
     ("change", "message"),
     [
         ({"x": torch.ones(3, 12)}, "K, the width of x, is 12|w_down is"),
-        ({"x": torch.ones(2, 3, 16)}, "x is 3-dimensional"),
+        ({"x": torch.ones(())}, "x is 0-dimensional"),
         ({"x": torch.ones(3, 16, dtype=torch.float16)}, "x.dtype is torch.float16"),
         ({"w_gate": torch.ones(8, 16)}, r"w_gate is \[8, 16\]: it should be \[N, K\] = \[24, 16\]"),
         ({"w_up": torch.ones(24, 16, dtype=torch.float64)}, "w_up.dtype is torch.float64"),
