@@ -1,8 +1,9 @@
 """Pretraining of language models whose feedforward activations are almost all exactly zero (arXiv 2603.23198).
 
 `sparsellm.accelerate(model)` runs a loaded model's feedforward blocks on the sparse kernels; `sparsellm.restore(model)`
-undoes it. `sparsellm.Generator.load(folder)` writes text with a checkpoint. `sparsellm.api` trains and evaluates.
-`sparsellm.SparsellmError` is the base of this package's errors.
+undoes it. `sparsellm.SparseFeedForward` is such a layer for a model of your own, and `sparsellm.l1_loss(model)` the L1
+term for its loss. `sparsellm.Generator.load(folder)` writes text with a checkpoint. `sparsellm.api` trains and
+evaluates. `sparsellm.SparsellmError` is the base of this package's errors.
 """
 
 import importlib
@@ -12,7 +13,15 @@ from typing import Any
 from sparsellm.system.errors import SparsellmError
 from sparsellm.system.packages import needed_by
 
-__all__ = ["Generator", "SparsellmError", "__version__", "accelerate", "restore"]
+# The public names, and the modules from which __getattr__ imports them, so that `import sparsellm` loads no torch.
+_LATER = {
+    "Generator": "sparsellm.inference.generation",
+    "SparseFeedForward": "sparsellm.inference.feedforward",
+    "accelerate": "sparsellm.inference.accelerate",
+    "l1_loss": "sparsellm.inference.accelerate",
+    "restore": "sparsellm.inference.accelerate",
+}
+__all__ = ["Generator", "SparseFeedForward", "SparsellmError", "__version__", "accelerate", "l1_loss", "restore"]
 __version__: str  # the installed package's version, read on first access
 
 
@@ -22,9 +31,8 @@ def __getattr__(name: str) -> Any:
     if name == "api":
         with needed_by("sparsellm.api"):
             return importlib.import_module("sparsellm.api")
-    if name not in __all__:
+    if name not in _LATER:
         raise AttributeError(f"module 'sparsellm' has no attribute {name!r}")
-    file = "generation" if name == "Generator" else "accelerate"
     with needed_by(f"sparsellm.{name}"):
-        module = importlib.import_module(f"sparsellm.inference.{file}")  # so `import sparsellm` alone loads no torch
+        module = importlib.import_module(_LATER[name])
     return getattr(module, name)

@@ -41,7 +41,8 @@ from sparsellm.benchmark.phases import Side
 from sparsellm.benchmark.subject import Subject
 from sparsellm.benchmark.timing import Sample, Stopwatch, rate, wait_for
 from sparsellm.config import BenchmarkConfig
-from sparsellm.inference.accelerate import SparseFeedForward, policy_of
+from sparsellm.inference.accelerate import policy_of
+from sparsellm.inference.feedforward import SparseFeedForward
 from sparsellm.inference.generation import CACHE_MULTIPLE, Generator, Sampling
 from sparsellm.ops import Engine, backend
 from sparsellm.runs.locate import locate

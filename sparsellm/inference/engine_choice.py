@@ -83,9 +83,10 @@ class Checked(NamedTuple):
 class EngineChoice:
     """One layer's plans, its neuron-major copy of W_d, and the counts in flight to the host."""
 
-    def __init__(self, engine: str | None, policy: Policy) -> None:
-        """engine: the name of the engine that computes every call, or None: `policy` chooses, from counts."""
-        self.engine, self.policy = engine, policy
+    def __init__(self, engine: str | None, policy: Policy, copies: bool = True) -> None:
+        """engine: the name of the engine that computes every call, or None: `policy` chooses, from counts. copies: keep
+        a neuron-major copy of W_d, without which the sparse engines transpose W_d in every call."""
+        self.engine, self.policy, self.copies = engine, policy, copies
         # Indexed by FEW, BETWEEN, MANY. Until counts arrive, calls of many tokens use the dense engine.
         first = (policy.first_of_few(), DENSE, DENSE)
         self.plans = [plan if engine is None else Plan.of(engine) for plan in first]
@@ -99,10 +100,10 @@ class EngineChoice:
 
     def __getstate__(self) -> dict:
         """The state of a copy of the model, without the neuron-major W_d and the counts in flight."""
-        return {"engine": self.engine, "policy": self.policy, "plans": list(self.plans)}
+        return {"engine": self.engine, "policy": self.policy, "copies": self.copies, "plans": list(self.plans)}
 
     def __setstate__(self, state: dict) -> None:
-        EngineChoice.__init__(self, state["engine"], state["policy"])
+        EngineChoice.__init__(self, state["engine"], state["policy"], state["copies"])
         self.plans = state["plans"]
 
     def run(self, x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> Results:
@@ -201,7 +202,7 @@ class EngineChoice:
     ) -> Results:
         """sending: start copying the counts to the host. returning: the caller needs the statistics."""
         w_down_t = None
-        if plan.engine != Engine.dense and w_down.dtype == x.dtype and sparse_engines_take(x):
+        if self.copies and plan.engine != Engine.dense and w_down.dtype == x.dtype and sparse_engines_take(x):
             w_down_t = self.neuron_major(w_down).weight
         results = forward(x, w_gate, w_up, w_down, plan, w_down_t, False, sending or returning)[:4]
         if sending:

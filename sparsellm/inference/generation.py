@@ -31,7 +31,8 @@ from torch import Tensor
 from sparsellm.config import ModelConfig
 from sparsellm.hf import conversion, pretrained
 from sparsellm.inference import layer_forward
-from sparsellm.inference.accelerate import SparseFeedForward, accelerate
+from sparsellm.inference.accelerate import accelerate
+from sparsellm.inference.feedforward import SparseFeedForward
 from sparsellm.model.decoder import Decoder, DecoderLayer, SiluFeedForward
 from sparsellm.model.rotary import rotary_tables
 

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsellm.inference.accelerate import SparseFeedForward
+from sparsellm.inference.feedforward import SparseFeedForward
 from sparsellm.model.decoder import (
     Attention,
     DecoderLayer,

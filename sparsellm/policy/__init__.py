@@ -3,6 +3,7 @@
 choice.py        Policy, the object that callers pass around
 costs.py         cost model of a call for each engine, and the rule that picks an engine
 packaged.py      default costs that ship with the package: h200_cuda.json, h200_triton.json
+training.py      when layers in training count and choose
 
 A calibration measures the costs once on this GPU and caches them:
 first_use.py     policy_for: a policy for given layers; calibrates layers that have no cached costs

@@ -5,7 +5,7 @@ from functools import lru_cache
 
 from sparsellm.ops import backend
 from sparsellm.ops.plan import Engine, Plan
-from sparsellm.policy.costs import Costs, LayerCosts
+from sparsellm.policy.costs import TILE_MAX_NONZEROS, Costs, LayerCosts, room_for
 from sparsellm.policy.packaged import Packaged, is_shipped
 
 packaged = lru_cache(Packaged)
@@ -41,6 +41,16 @@ class Policy:
     ) -> Engine:
         """The engine, dense or tile, for a micro-batch's forward and backward pass; arguments as in `choose_engine`."""
         return self.costs(width, neurons).choose_engine(tokens, nnz, union, current, training=True)
+
+    def training_plan(
+        self, tokens: int, width: int, neurons: int, nnz: float, union: float, fullest: float, current: Plan
+    ) -> Plan:
+        """The plan for a micro-batch's forward and backward pass. fullest: nonzeros per token of the fullest of the
+        counted micro-batches. The other arguments are those of `choose_engine`."""
+        engine = self.choose_training_engine(tokens, width, neurons, nnz, union, current=current.engine)
+        if fullest > TILE_MAX_NONZEROS:
+            engine = Engine.dense  # an overflow in one micro-batch costs more time than all others save
+        return Plan(engine, room_for(fullest))
 
     def row_density(self, tokens: int, width: int, neurons: int) -> float:
         """Maximum nonzeros per token at which the row engine computes a call of FEW_TOKENS to MANY_TOKENS tokens."""

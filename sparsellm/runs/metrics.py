@@ -29,6 +29,7 @@ from sparsellm.config import (
     l1_denominator,
 )
 from sparsellm.model import DecoderOutput
+from sparsellm.ops.host_copy import to_host
 from sparsellm.runs.divergence import LossRange
 from sparsellm.runs.mfu import mfu, peak_flops
 from sparsellm.system import regular
@@ -187,16 +188,6 @@ def reduce_step(
 
 def _packed(values: dict[str, Tensor | None]) -> Tensor:
     return torch.cat([value.double().reshape(-1) for value in values.values() if value is not None])
-
-
-def to_host(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """Start copying `tensor` to the host: (the copy, the event that marks its completion; None on a CPU)."""
-    if not tensor.is_cuda:
-        return tensor, None
-    on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
-    return on_host, copied
 
 
 class HeldOut(NamedTuple):

@@ -1,9 +1,8 @@
 """Chooses the engine of each feedforward layer in training, from the nonzero counts of earlier steps (DESIGN §4).
 
-The nonzeros of steps s = 1, 9, 17, ... (every DECIDE_EVERY steps) are counted, summed over the ranks, and copied to the
-host without blocking. They decide the plans right before step s + DELAY, when the host waits for step s while the
-device still computes step s + 1. So all ranks make the same decisions before the same steps. `state` holds counts that
-no decision has used yet, so a run that was stopped in between resumes identically.
+The counts of steps s = 1, 9, 17, ... (every DECIDE_EVERY steps) decide the plans right before step s + DELAY, on all
+ranks alike (policy/training.py). `state` holds counts that no decision has used yet, so a run that was stopped in
+between resumes identically.
 
 Engines are chosen by costs measured on rank 0's GPU, by `sparsellm calibrate` or when the run starts (`begin`); without
 measurements, by the package's constants. `state` holds these costs, and a resumed run uses them even if `calibrate` has
@@ -11,40 +10,23 @@ measured other costs since.
 """
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from sparsellm.config import ModelConfig, RuntimeConfig, TrainingConfig
 from sparsellm.distributed.groups import Ranks, on_main
 from sparsellm.model import Decoder
 from sparsellm.ops import Engine, Plan, backend
+from sparsellm.ops.host_copy import to_host
 from sparsellm.policy import Policy, first_use
-from sparsellm.policy.costs import TILE_MAX_NONZEROS, Costs, room_for
+from sparsellm.policy.costs import Costs
 from sparsellm.policy.packaged import is_shipped
-from sparsellm.runs.metrics import StepSums, to_host
+from sparsellm.policy.training import DECIDE_EVERY, DELAY, Counts, over_ranks
+from sparsellm.runs.metrics import StepSums
 
-DECIDE_EVERY = 8  # steps
-DELAY = 2  # steps
 SKIPPED = -1.0  # replaces every count of a skipped step
-
-
-@dataclass
-class Counts:
-    """The counts of a step over all ranks. `read` waits until the device has copied them to the host."""
-
-    step: int
-    # float64 [3, L]: nonzeros; union; nonzeros per token of the fullest micro-batch. SKIPPED if the step was skipped.
-    on_host: Tensor
-    copied: torch.cuda.Event | None
-
-    def read(self) -> list[list[float]]:
-        if self.copied is not None:
-            self.copied.synchronize()
-        return self.on_host.tolist()
 
 
 class Plans:
@@ -64,7 +46,9 @@ class Plans:
         for block, tensor in zip(self.blocks, self.tensors, strict=True):
             block.training_plan = tensor
         self._choose_by(None)
-        self.counts: Counts | None = None  # counts that no decision has used yet
+        # Counts that no decision has used yet, float64 [3, L]: nonzeros; union; nonzeros per token of the fullest
+        # micro-batch. All are SKIPPED if the step was skipped.
+        self.counts: Counts | None = None
         self.idle = False  # whether PyTorch computes the layers, while training/relu_annealing.py mixes SiLU and ReLU
 
     @property
@@ -116,13 +100,10 @@ class Plans:
             return False
         share = self.tokens / self.tokens_per_step
         for tensor, nnz, union, fullest in zip(self.tensors, *counts, strict=True):
-            plan = Plan.read(tensor)
-            engine = self.policy.choose_training_engine(
-                self.tokens, *self.layer, nnz * share, union * share, current=plan.engine
+            plan = self.policy.training_plan(
+                self.tokens, *self.layer, nnz * share, union * share, fullest, Plan.read(tensor)
             )
-            if fullest > TILE_MAX_NONZEROS:
-                engine = Engine.dense  # an overflow in one micro-batch costs more time than all others save
-            tensor.copy_(Plan(engine, room_for(fullest)).tensor())
+            tensor.copy_(plan.tensor())
         return True
 
     def after(self, step: int, sums: StepSums, finite: Tensor) -> None:
@@ -133,10 +114,8 @@ class Plans:
         """
         if self.idle or step % DECIDE_EVERY != 1:
             return
-        summed, fullest = torch.stack([sums.nnz, sums.union]).double(), sums.fullest.clone()
-        dist.all_reduce(summed)
-        dist.all_reduce(fullest, op=dist.ReduceOp.MAX)
-        self.counts = Counts(step, *to_host(torch.where(finite, torch.cat([summed, fullest[None]]), SKIPPED)))
+        counts = over_ranks(torch.stack([sums.nnz, sums.union]).double(), sums.fullest.clone())
+        self.counts = Counts(step, *to_host(torch.where(finite, counts, SKIPPED)))
 
     def state(self) -> dict[str, Any]:
         """The state that the next steps depend on, JSON-serializable. Waits for counts that are still being copied."""

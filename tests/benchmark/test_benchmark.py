@@ -19,7 +19,8 @@ from sparsellm.commands.benchmark import main
 from sparsellm.config import Activation, BenchmarkConfig
 from sparsellm.distributed.groups import process_group
 from sparsellm.hf import conversion
-from sparsellm.inference.accelerate import SparseFeedForward, accelerate
+from sparsellm.inference.accelerate import accelerate
+from sparsellm.inference.feedforward import SparseFeedForward
 from sparsellm.inference.generation import Generator
 from sparsellm.model import Decoder
 from sparsellm.runs.committed import problems

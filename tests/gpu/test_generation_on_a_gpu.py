@@ -11,7 +11,7 @@ from kernel_cases import DEVICE
 from sparsellm.config import Activation, ModelConfig
 from sparsellm.hf import conversion
 from sparsellm.inference import generation, layer_forward
-from sparsellm.inference.accelerate import SparseFeedForward
+from sparsellm.inference.feedforward import SparseFeedForward
 from sparsellm.inference.generation import Generator, Sampling
 from sparsellm.inference.kernels import pointwise
 from sparsellm.model import Decoder

@@ -10,7 +10,7 @@ from inference.small_models import logits
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from sparsellm.inference import accelerate, engine_choice
+from sparsellm.inference import accelerate, engine_choice, feedforward
 from sparsellm.model import Decoder
 from sparsellm.ops import Engine, Plan, build
 
@@ -67,7 +67,7 @@ def small_choices(monkeypatch):
     monkeypatch.setattr(build, "load", lambda: None)
     monkeypatch.setattr(engine_choice, "MANY_TOKENS", 128)
     monkeypatch.setattr(engine_choice, "COUNT_EVERY", (1, 1, 1))
-    for module in (engine_choice, accelerate):
+    for module in (engine_choice, accelerate, feedforward):
         monkeypatch.setattr(module, "sparse_engines_take", lambda tensor: tensor.dtype == torch.float32)
 
 
@@ -76,5 +76,5 @@ def hollow(small_choices, monkeypatch):
     stand_in = Hollow()
     monkeypatch.setattr(engine_choice, "fuses", lambda _tokens: True)  # otherwise PyTorch would compute dense calls
     monkeypatch.setattr(engine_choice, "forward", stand_in.stand_for_forward(engine_choice.forward))
-    monkeypatch.setattr(accelerate, "feedforward", stand_in.stand_for_feedforward(accelerate.feedforward))
+    monkeypatch.setattr(feedforward, "feedforward", stand_in.stand_for_feedforward(feedforward.feedforward))
     return stand_in

@@ -395,6 +395,25 @@ def test_lengths_that_vary_compile_once():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("fresh_compiler", "small_choices")
+def test_a_layer_that_trains_compiles_to_one_graph_whatever_its_plan():
+    layer, x = sparsellm.SparseFeedForward(16, 48), torch.randn(2, 3, 16)
+
+    def results(call):
+        y = call(x)
+        l1 = layer.l1()
+        return [y, l1, *torch.autograd.grad(y.square().sum() + l1, layer.parameters())]
+
+    expected, run = results(layer), torch.compile(layer, backend="aot_eager", fullgraph=True)
+    for room in (320, 640):
+        layer.in_training.plan.copy_(Plan(room=room).tensor())
+        for ours, theirs in zip(results(run), expected, strict=True):
+            torch.testing.assert_close(ours, theirs)
+    assert layer.in_training.is_new
+    assert graphs() == 1
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_choices")
 def test_a_compiled_decoder_trains_the_same_bits_and_validates_on_the_operator():
     """What the trainer does: steps with gradients, validation without, compiled layer by layer."""

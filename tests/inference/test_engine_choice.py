@@ -8,8 +8,8 @@ from ops import kernel_stand_ins
 from torch import nn
 
 import sparsellm
-from sparsellm.inference import accelerate as accelerated
 from sparsellm.inference import engine_choice as module
+from sparsellm.inference import feedforward
 from sparsellm.model import Decoder
 from sparsellm.ops import Plan, backend, build, cuda
 from sparsellm.policy import Policy
@@ -42,13 +42,13 @@ def test_engines_follow_the_counts_of_earlier_calls_of_the_same_kind(name, hollo
 @pytest.fixture
 def quick(monkeypatch):
     """An accelerated bfloat16 model on stand-ins of the kernels' operators; .slow: how often blocks checked a call."""
-    slow, checked = [], accelerated.check
+    slow, checked = [], feedforward.check
     monkeypatch.setattr(build, "load", lambda: None)
     monkeypatch.setattr(module, "forward", cuda.forward)
     by(monkeypatch, lambda *arguments, current: 1)
-    for each in (module, accelerated):
+    for each in (module, feedforward):
         monkeypatch.setattr(each, "sparse_engines_take", lambda tensor: tensor.dtype == torch.bfloat16)
-    monkeypatch.setattr(accelerated, "check", lambda *arguments: slow.append(1) or checked(*arguments))
+    monkeypatch.setattr(feedforward, "check", lambda *arguments: slow.append(1) or checked(*arguments))
     with kernel_stand_ins.registered():
         model = sparsellm.accelerate(make("llama").bfloat16(), "cuda")
         monkeypatch.setattr(backend, "loaded", lambda: "cuda")

@@ -1,0 +1,200 @@
+"""A feedforward layer on the operator: made by its sizes, or around the block of a model (`sparsellm.accelerate`).
+
+Without gradients, the layer chooses engines by its `EngineChoice`. With gradients, one of these decides:
+
+    our trainer             writes into the layer's `training_plan`
+    the layer itself        `in_training`, at the steps of the optimizer (sparsellm.policy.training)
+    neither                 PyTorch computes the call in training mode, and the dense engine in evaluation mode
+
+Both kinds of plans are tensors that compiled code holds as inputs, so a new plan recompiles nothing.
+"""
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from sparsellm.inference.engine_choice import EngineChoice, register, sparse_engines_take
+from sparsellm.inference.matching import OWN, PROJECTIONS, kind
+from sparsellm.ops import MAX_COLUMNS, MULTIPLE, FeedForwardOutput, Plan, backend, feedforward
+from sparsellm.ops.feedforward import check, in_autocast, output_of
+from sparsellm.policy import Policy
+from sparsellm.policy.training import Call, TrainingChoice, choose_in_training, in_backward, stop_choosing
+
+
+class SparseFeedForward(nn.Module):
+    """The feedforward layer of Llama with ReLU, y = down(relu(gate(x)) * up(x)), on the sparse kernels.
+
+    x [..., K] -> y [..., K]. The parameters are those of transformers' `LlamaMLP`: gate_proj, up_proj and down_proj,
+    without biases. Keep them in float32 and train under autocast, or convert the layer to bfloat16: the sparse engines
+    compute in bfloat16 on a GPU, and PyTorch computes everything else. DDP, FSDP2, activation checkpointing,
+    torch.compile and CUDA graphs work as for other layers.
+
+    The layer starts on dense kernels, and switches to sparse ones as soon as its own counts say that they are faster.
+    It chooses at the steps of the torch.optim optimizer that updates its weights. If there is a process group, all of
+    its ranks count and choose together, so each rank must train all layers.
+
+    Args:
+        hidden: K, a multiple of 8.
+        intermediate: N, the number of neurons, a multiple of 8.
+        gated: If False, y = down(relu(up(x))), and there is no gate_proj.
+        activation: "relu", whose zeros are exact.
+
+    Raises:
+        ValueError: A size or the activation is none of these.
+    """
+
+    down_proj: nn.Linear
+    handle: Tensor
+
+    def __init__(self, hidden: int, intermediate: int, gated: bool = True, activation: str = "relu") -> None:
+        if activation != "relu":
+            raise ValueError(f"activation is {activation!r}: it should be 'relu', whose zeros are exact")
+        for name, size in (("hidden", hidden), ("intermediate", intermediate)):
+            if size % MULTIPLE or not 0 < size <= MAX_COLUMNS:
+                raise ValueError(f"{name} is {size}: it should be a multiple of {MULTIPLE} up to {MAX_COLUMNS}")
+        super().__init__()
+        for name in PROJECTIONS if gated else PROJECTIONS[1:]:
+            sizes = (intermediate, hidden) if name == "down_proj" else (hidden, intermediate)
+            self.add_module(name, nn.Linear(*sizes, bias=False))
+        self._choose(self, False, None, Policy(), TrainingChoice(calibrate=True))
+
+    @classmethod
+    def around(
+        cls, original: nn.Module, traced: bool, engine: str | None, policy: Policy, in_training: TrainingChoice | None
+    ) -> Self:
+        """A layer with the children of `original`, so that names and state_dict stay the same.
+
+        traced: PyTorch computes every call. engine: computes every call without gradients; None: chosen by `policy`.
+        in_training: chooses in calls with gradients.
+        """
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        for name, child in original.named_children():
+            layer.add_module(name, child)
+        layer.training = original.training
+        layer._choose(original, traced, engine, policy, in_training)
+        return layer
+
+    def _choose(
+        self, original: nn.Module, traced: bool, engine: str | None, policy: Policy, in_training: TrainingChoice | None
+    ) -> None:
+        self.original = (original,)  # in a tuple, because a plain attribute would register it as a child
+        self.gated, self.returns_statistics = "gate_proj" in self._modules, isinstance(original, OWN)
+        self.traced, self.in_training = traced, in_training
+        # Set once by our trainer, which writes each new plan into the tensor; compiled code would miss a new tensor.
+        self.training_plan: Tensor | None = None
+        # A layer that trains keeps no second copy of W_d: the copy would cost memory, and FSDP2 fills a gathered weight
+        # without changing its version, so the copy would go stale unnoticed.
+        self.choice = EngineChoice(engine, policy, copies=in_training is None)
+        weight = self.down_proj.weight
+        # Compiled code finds `choice` by the address of this tensor.
+        self.register_buffer("handle", torch.zeros(1, dtype=torch.uint8, device=weight.device), persistent=False)
+        self._register()
+        if self.choice.copies and not (traced or self.training or engine == "dense") and sparse_engines_take(weight):
+            self.choice.neuron_major(weight)  # copies now, because the first call may be captured in a CUDA graph
+
+    def _register(self) -> None:
+        register(self.handle, self.choice)
+        if self.in_training is not None:
+            choose_in_training(self)
+            torch.compiler.assume_constant_result(_kernels_run)  # here, because this call imports Dynamo
+
+    def forward(self, x: Tensor) -> Tensor | FeedForwardOutput:
+        weights = self._weight("gate_proj") if self.gated else None, self._weight("up_proj"), self._weight("down_proj")
+        compiling, gradients = torch.compiler.is_compiling(), torch.is_grad_enabled()
+        if not (compiling or gradients or self.traced or self.returns_statistics):
+            y = self.choice.output_as_before(x, *weights)
+            if y is not None:
+                return y
+        rows, cast = in_autocast(x.reshape(-1, x.shape[-1]))
+        traced = self.traced or (self.in_training is not None and sparse_engines_take(rows) and not _kernels_run())
+        if gradients or traced:
+            out = feedforward(rows, *weights, self._plan(rows, traced))
+            if self.in_training is not None and gradients and (compiling or not in_backward()):
+                self.in_training.record(len(rows), out)
+            y = out.y.view(x.shape)
+            return out._replace(y=y) if self.returns_statistics else y
+        check(rows, *weights, cast)
+        if not self.returns_statistics:
+            if compiling:
+                return torch.ops.sparsellm.chosen_output(rows, *weights, self.handle).view(x.shape)
+            return self.choice.output(rows, *weights).view(x.shape)
+        if compiling:
+            y, l1, fired, counts = torch.ops.sparsellm.chosen_feedforward(rows, *weights, self.handle)
+        else:
+            y, l1, fired, counts = self.choice.run(rows, *weights)
+        return output_of(y.view(x.shape), l1, fired, counts)
+
+    def _plan(self, rows: Tensor, traced: bool) -> Plan | Tensor | None:
+        """The plan of a call with gradients, or of any call if `traced`; None means the traced reference."""
+        if self.in_training is not None:
+            return None if traced or not sparse_engines_take(rows) else self.in_training.plan
+        if traced or self.training:
+            return self.training_plan if self.training and torch.is_grad_enabled() else None
+        return Plan.of(self.choice.engine or "dense")  # the chosen plan may be row, which has no backward
+
+    def l1(self) -> Tensor:
+        """The L1 term of the last call with gradients: the sum of |h| over neurons, averaged over tokens. 0-d float32,
+        with a gradient. Raises RuntimeError before the first such call."""
+        call = self._last()
+        return call.l1 / max(call.tokens, 1)
+
+    def counts(self) -> dict[str, float | str]:
+        """What the last call with gradients counted, for logging. Waits for the device.
+
+        Its keys: `engine`, which computes the next call: "dense" or "tile"; `nonzeros`: nonzero activations per token;
+        `fired`: fraction of neurons that were active for any token; `l1`: the value of `l1()`. Raises RuntimeError
+        before the first such call.
+        """
+        call = self._last()
+        assert self.in_training is not None
+        tokens, values = max(call.tokens, 1), torch.stack([call.nnz, call.fired.float().mean(), call.l1]).tolist()
+        engine = Plan.read(self.in_training.plan).engine.name
+        return {"engine": engine, "nonzeros": values[0] / tokens, "fired": values[1], "l1": values[2] / tokens}
+
+    def _last(self) -> Call:
+        if self.in_training is None or self.in_training.last is None:
+            raise RuntimeError(
+                "this layer has no call with gradients yet: call it outside of torch.no_grad first, and use"
+                " sparsellm.accelerate(model, training=True) for an accelerated model"
+            )
+        return self.in_training.last
+
+    def _weight(self, name: str) -> Tensor:
+        # Read nn.Module's dicts directly, because nn.Module.__getattr__ is slow, and blocks are called often.
+        linear = self._modules[name]
+        if type(linear) is not nn.Linear:
+            raise ValueError(
+                f"{name} of an accelerated block is now {kind(linear)}: it should be nn.Linear; call"
+                " sparsellm.restore(model) before replacing its modules"
+            )
+        return linear._parameters["weight"]  # type: ignore[return-value]  # a cast() would cost time
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Moves the block, as nn.Module does for `to` or `cuda`, registers the handle at the handle's new address, and
+        forgets which weights were checked."""
+        super()._apply(fn, recurse)
+        self._register()
+        self.choice.checked = None
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restores a copy, and registers the copy's own handle for its own choice."""
+        super().__setstate__(state)
+        self._register()
+
+    def take_back(self) -> nn.Module:
+        """The original block, with this block's current children and training mode."""
+        stop_choosing(self)
+        original = self.original[0]
+        for name, child in self.named_children():
+            setattr(original, name, child)
+        original.training = self.training
+        return original
+
+
+def _kernels_run() -> bool:
+    """Whether the kernels of this GPU run here; loads them if so. Compiled code asks once, when it is traced."""
+    return backend.available()[0]
