@@ -1,14 +1,24 @@
-"""The notebook in examples/ runs from top to bottom, and is stored without outputs."""
+"""The notebook in examples/ runs from top to bottom, and is stored without outputs. The script for the Trainer of
+transformers trains on two ranks and resumes."""
 
+import importlib
 import json
 import os
+import shutil
+import socket
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from processes import PATIENCE, SERVER
 
-NOTEBOOK = Path(__file__).parents[1] / "examples/tiny.ipynb"
+import sparsellm
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+NOTEBOOK = EXAMPLES / "tiny.ipynb"
 
 
 def code_cells() -> list[dict]:
@@ -32,3 +42,42 @@ def test_the_notebook_trains_draws_and_writes(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "runs/notebook/metrics.jsonl").is_file()
     assert "Return the" in done.stdout
+
+
+def trained(rank, folder, port):
+    """The L1 terms of a run of four steps, and its weights; and the weights of the run resumed after step 2."""
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": "",
+    }  # fmt: skip
+    l1_loss, l1 = sparsellm.l1_loss, []
+    sparsellm.l1_loss = lambda model: l1.append(l1_loss(model)) or l1[-1]
+    sys.path.append(str(EXAMPLES))
+    example = importlib.import_module("transformers_trainer")
+    example.STEPS, example.L1_COEFFICIENT = 4, 10
+    example.SIZES = dict.fromkeys(example.SIZES, 2) | {"hidden_size": 16, "intermediate_size": 48}
+    straight = example.main(folder / "text", folder / "output").state_dict()
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(folder / "output/checkpoint-4")
+    dist.barrier()
+    resumed = example.main(folder / "text", folder / "output").state_dict()
+    weights = [{name: weight.numpy() for name, weight in state.items()} for state in (straight, resumed)]
+    dist.destroy_process_group()
+    return [each.item() for each in l1], *weights
+
+
+@pytest.mark.slow
+def test_the_trainer_of_transformers_trains_sparsely_on_two_ranks_and_resumes(tmp_path):
+    (tmp_path / "text").write_bytes(bytes(range(256)) * 40)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with ProcessPoolExecutor(2, SERVER) as pool:
+        tasks = [pool.submit(trained, rank, tmp_path, port) for rank in range(2)]
+        (l1, straight, resumed), (_, *others) = (task.result(PATIENCE) for task in tasks)
+    assert len(l1) == 2 * (4 + 2)  # two micro-batches a step
+    assert l1[7] < 0.9 * l1[0]
+    for state in (resumed, *others):
+        for name, weight in straight.items():
+            assert (weight == state[name]).all(), name
