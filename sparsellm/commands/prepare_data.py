@@ -10,7 +10,8 @@ import sys
 from sparsellm.config import Config, ConfigError, entry_point
 from sparsellm.data import DataError, Manifest, Request, mistakes, prepare
 from sparsellm.data.errors import ProcessesFailed
-from sparsellm.data.manifest import blocks
+from sparsellm.data.manifest import LEAST_FRACTION, blocks
+from sparsellm.system.console import quantity
 from sparsellm.training import warm_start
 from sparsellm.training.run import check_preparation
 
@@ -41,8 +42,8 @@ def _amount(request: Request) -> str:
     if request.data.max_tokens is not None:
         return f"{limit:,} training tokens (data.max_tokens)"
     return (
-        f"the {limit:,} training tokens that the experiment reads ({training.steps:,} steps x {training.batch_size:,}"
-        f" sequences x {training.sequence_length:,} tokens, plus 1 to predict)"
+        f"the {limit:,} training tokens that the experiment reads ({quantity(training.steps, 'step')} x"
+        f" {quantity(training.batch_size, 'sequence')} x {training.sequence_length:,} tokens, plus 1 to predict)"
     )
 
 
@@ -58,32 +59,29 @@ def _summary(manifest: Manifest, request: Request) -> str:
         count = blocks(split.tokens, length)
         rest = split.tokens - 1 - count * length
         lines.append(
-            f"  {name}: {split.tokens:,} tokens of {_number(split.documents, 'document')},"
-            f" {_number(count, 'block')} of {length:,} and {_number(rest, 'token')} after the last one"
+            f"  {name}: {split.tokens:,} tokens of {quantity(split.documents, 'document')},"
+            f" {quantity(count, 'block')} of {length:,} and {quantity(rest, 'token')} after the last one"
         )
     if manifest.taken:
         lines.append(
-            f"  text: a share by size of {_number(len(manifest.source_files), 'file')}, of which"
+            f"  text: a share by size of {quantity(len(manifest.source_files), 'file')}, of which"
             f" {sum(each['documents'] > 0 for each in manifest.taken.values()):,} gave documents"
         )
     if manifest.cut:
-        share = f"data.validation_fraction={request.data.validation_fraction} of it, and at least one block"
+        least = f"{manifest.least_blocks} blocks, or {LEAST_FRACTION:.0%} of a short text"
+        share = f"data.validation_fraction={request.data.validation_fraction} of it, and at least"
         lines.append(
             f"  too few documents to hold out whole ones: the last {manifest.validation.tokens:,} tokens of the text"
-            f" are held out ({share})"
+            f" are held out ({share} {'one block' if manifest.least_blocks == 1 else least})"
         )
     if manifest.empty_documents:
-        lines.append(f"  skipped: {manifest.empty_documents:,} documents without text")
+        lines.append(f"  skipped: {quantity(manifest.empty_documents, 'document')} without text")
     if manifest.bad_records:
-        lines.append(f"  skipped: {_number(manifest.bad_records, 'bad record')}")
+        lines.append(f"  skipped: {quantity(manifest.bad_records, 'bad record')}")
     if manifest.empty_files:
-        lines.append(f"  skipped: {_number(manifest.empty_files, 'file')} without documents")
+        lines.append(f"  skipped: {quantity(manifest.empty_files, 'file')} without documents")
     if manifest.unparsable_modules:
-        lines.append(f"  skipped: {manifest.unparsable_modules:,} modules that cannot be parsed")
+        lines.append(f"  skipped: {quantity(manifest.unparsable_modules, 'module')} that cannot be parsed")
     if (limit := request.token_limit) is not None and manifest.train.tokens < limit:
         lines.append(f"  the source is exhausted: training on {limit:,} tokens will repeat it")
     return "\n".join(lines)
-
-
-def _number(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

@@ -17,10 +17,10 @@ and number that training relies on is verified in two places, or refused.
 
 Block n of a stream is its tokens [n T, n T + T] inclusive, so blocks overlap by one token and any length T works.
 
-Whole documents are held out, chosen by content (corpus.is_held_out). If that leaves a split without a block, for
-example with a single text file, the manifest says `cut`: the training documents followed by the held-out ones form one
-stream, whose last tokens are the validation split and the rest the training split. No token is in both; the document at
-the cut is counted in both splits.
+Whole documents are held out, chosen by content (corpus.is_held_out). If they are too few, as in a single text file, the
+manifest says `cut`: the training documents followed by the held-out ones form one stream, whose last tokens are the
+validation split and the rest the training split. No token is in both; the document at the cut is counted in both
+splits.
 """
 
 from collections.abc import Iterable
@@ -40,6 +40,12 @@ VERSION = 2  # version of the layout above
 SPLITS = ("train", "validation")
 FILES = [f"{split}.{kind}" for split in SPLITS for kind in ("tokens", "documents")]
 DOCUMENT_DTYPE, DOCUMENT_BYTES = "<i8", 8
+# A loss over two blocks is mostly noise. So a corpus that is read to its end, or is a single file, holds out at least
+# this many blocks, or this fraction of its text if that is less. Where more text is left, whole documents of all files
+# are the better sample: a cut would hold out the last file alone.
+LEAST_BLOCKS, LEAST_FRACTION = 50, 0.05
+# Documents are held out at random and may fall short of that by chance: from this fraction of it, they are kept whole.
+NEARLY = 0.9
 
 
 @dataclass
@@ -83,6 +89,9 @@ class Manifest:
     begun: dict[str, Any] | None = None
     exhausted: bool = False  # the source has no more documents
     cut: bool = False  # the end of the stream is held out, because it has too few documents to hold out whole ones
+    # LEAST_BLOCKS while a folder is prepared. 1 in folders from before that minimum, and in finished folders to which
+    # the minimum did not apply: in their extensions, it could hold out tokens that runs have trained on.
+    least_blocks: int = 1
     # This preparation extends a finished folder. Runs may have trained on its tokens, so `sequence_length` stays the
     # same: then a cut moves only towards the end, and no token that was trained on is held out later.
     extends: bool = False
@@ -112,13 +121,20 @@ def splits_to_fill(manifest: Manifest) -> list[Split]:
     return [manifest.train, manifest.validation] if _fraction(manifest) > 0 else [manifest.train]
 
 
+def least_blocks(manifest: Manifest) -> int:
+    """The minimum of held-out blocks that applies to the text so far."""
+    return manifest.least_blocks if manifest.exhausted or len(manifest.source_files) <= 1 else 1
+
+
 def tokens_to_cut(manifest: Manifest) -> int:
-    """The number of tokens to hold out at the end of the stream, if whole documents leave a split without a block,
-    otherwise 0. It is the requested fraction, and at least one block."""
-    length, splits = manifest.sequence_length, splits_to_fill(manifest)
-    if len(splits) == 1 or all(blocks(split.tokens, length) for split in splits):
+    """The number of tokens to hold out at the end of the stream, if whole documents leave a split too small, otherwise
+    0. It is the requested fraction, at least one block, and at least `least_blocks` or LEAST_FRACTION."""
+    block = manifest.sequence_length + 1
+    least = min(least_blocks(manifest) * manifest.sequence_length + 1, int(LEAST_FRACTION * manifest.tokens))
+    enough = manifest.train.tokens >= block and manifest.validation.tokens >= max(block, NEARLY * least)
+    if enough or len(splits_to_fill(manifest)) == 1:
         return 0
-    return max(length + 1, int(_fraction(manifest) * manifest.tokens))
+    return max(block, least, int(_fraction(manifest) * manifest.tokens))
 
 
 def tokens_left(manifest: Manifest) -> int:

@@ -37,6 +37,7 @@ from sparsellm.data.corpus import Document
 from sparsellm.data.errors import DataError
 from sparsellm.data.manifest import (
     FILES,
+    LEAST_BLOCKS,
     SPLITS,
     Manifest,
     Split,
@@ -45,6 +46,7 @@ from sparsellm.data.manifest import (
     checksums_of_tokenizer,
     compare,
     is_enough,
+    least_blocks,
     longest_sequence,
     read,
     size_mistakes,
@@ -164,6 +166,7 @@ def prepare(request: Request) -> Manifest:
             manifest.files = checksums(folder, manifest.files, verified)
             verified.keep()
         manifest.extends, manifest.begun = False, None
+        manifest.least_blocks = least_blocks(manifest) if manifest.cut else 1
         if manifest.seed is not None:
             shares.finish(manifest)
         for split in (manifest.train, manifest.validation):
@@ -241,6 +244,7 @@ def _start(request: Request) -> tuple[Manifest, Vocabulary]:
         licence=licence,
         unparsable_modules=unparsable,
         tokenizer_characters=characters,
+        least_blocks=LEAST_BLOCKS,
     )
     return manifest, vocabulary
 

@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from sparsellm.data import corpus, sources, tokenizer
 from sparsellm.data.errors import DataError
 from sparsellm.data.packed import Batch, outlive_stop_signals, permutation, started
-from sparsellm.system.console import warn
+from sparsellm.system.console import quantity, warn
 
 GROUP_BLOCKS = 1024
 FILES_AT_ONCE = 16  # number of files opened at a time to read the held-out sequences
@@ -68,9 +68,9 @@ class TokenStream:
     def __post_init__(self) -> None:
         if len(self.files) < self.world_size:
             raise DataError(
-                f"data.streaming=true gives each rank whole files, but there are {len(self.files)} files for"
-                f" {self.world_size} ranks: split them into more files, use fewer ranks, or prepare the data and set"
-                " data.streaming=false"
+                f"data.streaming=true gives each rank whole files, but {self.world_size} ranks share"
+                f" {quantity(len(self.files), 'file')}: split them into more files, use fewer ranks, or prepare the"
+                " data and set data.streaming=false"
             )
 
     def validation(self, samples: int) -> torch.Tensor:

@@ -22,6 +22,11 @@ def warn(text: str) -> None:
     say(f"sparsellm: {text}")
 
 
+def quantity(count: int, noun: str) -> str:
+    """`count` and `noun`, in the plural unless there is one: 1 step, 2,000 steps."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 def is_main_rank() -> bool:
     """Whether this is rank 0, from torchrun's environment, so it works before a process group exists."""
     return int(os.environ.get("RANK", "0")) == 0
@@ -44,6 +49,6 @@ def progress(title: str, total: int, unit: str, shown: bool = True) -> Iterator[
         done += count
         if time.monotonic() - last >= LINE_EVERY or done == total:
             last = time.monotonic()
-            print(f"{title}  {done:,}/{total:,} {unit}s", file=sys.stderr, flush=True)
+            print(f"{title}  {done:,}/{quantity(total, unit)}", file=sys.stderr, flush=True)
 
     yield advance

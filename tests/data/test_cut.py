@@ -16,7 +16,7 @@ from whole_config import mistakes, open_data, open_validation, prepare
 from sparsellm.config import SHORTEST_SEQUENCE, Config
 from sparsellm.config.keys import bound_mistakes
 from sparsellm.data import DataError, Request, corpus, preparation, token_files, tokenizer
-from sparsellm.data.manifest import Split, read
+from sparsellm.data.manifest import LEAST_BLOCKS, Manifest, Split, read, tokens_to_cut
 from sparsellm.distributed.groups import process_group
 
 MakeConfig = Callable[..., Config]
@@ -96,7 +96,7 @@ def test_few_short_documents_are_held_out_after_the_end_of_the_training_document
     assert 0 < len(encoded(config, held_out)) <= LENGTH  # which is too few for a block
     train, validation = tokens_in(config, "train"), tokens_in(config, "validation")
     assert train + validation == encoded(config, kept) + encoded(config, held_out)
-    assert len(validation) == max(LENGTH + 1, int(0.004 * len(train + validation)))
+    assert len(validation) == int(0.05 * len(train + validation)) > LENGTH + 1
     # Where documents start: the first held-out one may be the rest of the document at the cut.
     ends = [0, *np.cumsum([len(ids) for ids in tokenizer.encode(tokenizer.load(config.data.tokenizer), kept)])]
     assert starts_in(config, "train") == [start for start in ends[:-1] if start < len(train)]
@@ -341,3 +341,55 @@ def test_a_run_is_not_validated_on_tokens_that_were_cut_elsewhere_than_those_it_
         DataError, match="has another held-out split: the run may have trained on tokens that are held out there"
     ):
         open_validation(extended, checkpoint / "hf", tmp_path / "runs" / "mine")
+
+
+def counted(train: int, validation: int, **changed: object) -> Manifest:
+    """A manifest of a new preparation with blocks of 256 tokens and data.validation_fraction=0.005."""
+    return Manifest(
+        recipe={"data.validation_fraction": 0.005}, tokenizer_hash="", vocab_size=400, end_of_text_id=0,
+        sequence_length=256, train=Split(1, train), validation=Split(1, validation),
+        **{"source_files": {}, "least_blocks": LEAST_BLOCKS, "exhausted": True, **changed},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("train", "validation", "cut"),
+    [
+        (150_000, 0, 7_500),  # a file of 600 kB: 5% of it, 29 blocks
+        (149_000, 1_000, 7_500),  # the same tokens with two documents held out
+        (999_000, 1_000, 50 * 256 + 1),
+        (4_000_000, 0, 20_000),  # the requested fraction is more than 50 blocks
+        (607_531, 12_221, 0),  # the embedded corpus: 47 blocks are nearly enough
+        (4_000_000, 13_000, 0),
+        (600, 0, 257),  # 5% is less than a block
+    ],
+)
+def test_a_short_text_holds_out_50_blocks_or_a_twentieth(train: int, validation: int, cut: int) -> None:
+    assert tokens_to_cut(counted(train, validation)) == cut
+
+
+def test_a_folder_from_before_the_minimum_holds_out_as_it_did() -> None:
+    assert tokens_to_cut(counted(149_000, 1_000, least_blocks=1)) == 0
+    assert tokens_to_cut(counted(150_000, 0, least_blocks=1)) == 750
+
+
+def test_the_minimum_holds_for_one_file_and_not_for_a_share_of_several() -> None:
+    files: dict[str, int | None] = {"a": 1, "b": 1}
+    assert tokens_to_cut(counted(150_000, 750, exhausted=False, source_files=files)) == 0
+    assert tokens_to_cut(counted(150_000, 750, exhausted=False, source_files={"a": 1})) == 7_537
+
+
+def test_extending_whole_documents_moves_no_token_from_training_to_the_held_out_split(
+    make_config: MakeConfig, texts: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "x.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    half = str(tmp_path / "x.jsonl")
+    shutil.copy(half, tmp_path / "y.jsonl")
+    config = make_config([half, str(tmp_path / "y.jsonl")], max_tokens=3_000, validation_fraction=0.02)
+    before = prepare(config)
+    assert not before.cut
+    trained_on = tokens_in(config, "train")
+    config.data.max_tokens = 1_000_000
+    after = prepare(config)
+    assert not after.cut
+    assert tokens_in(config, "train")[: len(trained_on)] == trained_on

@@ -142,7 +142,11 @@ def test_one_text_file_alone_is_prepared_with_no_tokenizer_and_no_network(
     assert prepare_data.main(arguments, "prepare_data") == 0
     said = capsys.readouterr().out
     assert "training a tokenizer of 500 ids on the first" in said
-    assert "too few documents to hold out whole ones: the last 257 tokens of the text are held out" in said
+    manifest = read(tmp_path / "data/files")
+    assert manifest is not None
+    held_out = int(0.05 * manifest.tokens)
+    assert f"too few documents to hold out whole ones: the last {held_out:,} tokens of the text are held out" in said
+    assert "(data.validation_fraction=0.005 of it, and at least 50 blocks, or 5% of a short text)" in said
     assert "the source is exhausted: training on 819,201 tokens will repeat it" in said
     config = from_overrides(arguments)
     assert mistakes(config) == []
@@ -157,8 +161,11 @@ def test_nothing_is_said_to_be_ready_before_all_that_training_checks_is(
     arguments = ["data=files", "data.files=[input.txt]", "data.tokenizer_vocab_size=500", "training.steps=1"]
     assert prepare_data.main(arguments, "prepare_data") == 0
     capsys.readouterr()
+    manifest = read(tmp_path / "data/files")
+    assert manifest is not None
+    longest = manifest.validation.tokens - 1
     for change, expected in (
-        ("training.sequence_length=300", "shorten training.sequence_length to at most 256"),
+        (f"training.sequence_length={longest + 1}", f"shorten training.sequence_length to at most {longest}"),
         ("model.vocab_size=400", "has 500 ids, but model.vocab_size is 400"),
     ):
         assert prepare_data.main([*arguments, change], "prepare_data") == 2

@@ -293,7 +293,7 @@ def test_the_ends_of_a_file_are_its_first_and_last_mebibyte(tmp_path: Path, size
 
 
 def test_a_rank_without_files_is_refused(stream: TokenStream) -> None:
-    with pytest.raises(DataError, match="there are 6 files for 7 ranks"):
+    with pytest.raises(DataError, match="7 ranks share 6 files"):
         replace(stream, world_size=7)
 
 

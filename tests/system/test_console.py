@@ -25,3 +25,7 @@ def test_nothing_where_it_is_not_shown(monkeypatch, capfd):
     with console.progress("reading", 2, "sequence", shown=False) as advance:
         advance(2)
     assert capfd.readouterr().err == ""
+
+
+def test_a_quantity_has_a_plural_unless_it_is_one():
+    assert [console.quantity(count, "step") for count in (0, 1, 2_000)] == ["0 steps", "1 step", "2,000 steps"]
