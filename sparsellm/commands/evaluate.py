@@ -1,9 +1,11 @@
 """Score a checkpoint on seven tasks and its held-out text.
 
 For a run's checkpoint, also computes the held-out loss. Alone or under torchrun. Exit codes: 0 if everything has a
-score, 1 if something has none (the rest is reported), 2 for a refused configuration, 130 when interrupted.
+score, 1 if something has none (the rest is reported), 2 for a refused configuration, 130 when interrupted. export=DIR
+writes the tasks' rows instead, for data_dir=DIR on machines without a network.
 """
 
+import json
 import signal
 import sys
 from functools import partial
@@ -15,7 +17,9 @@ from sparsellm.distributed.groups import MainRankFailed, agreed
 from sparsellm.evaluation import results, tasks
 from sparsellm.evaluation.record import record
 from sparsellm.evaluation.request import mistakes
-from sparsellm.system.console import warn
+from sparsellm.hf import hub
+from sparsellm.system.console import quantity, warn
+from sparsellm.system.files import write_whole
 from sparsellm.system.garbage_collection import without_garbage_collection
 
 
@@ -25,6 +29,8 @@ def main(config: EvaluateConfig) -> int:
     from sparsellm.evaluation.checkpoint import evaluate_checkpoint
 
     try:
+        if config.export is not None:
+            return export(config.tasks or list(tasks.TASKS), Path(config.export).expanduser())
         # Searching the requests and samples, millions of objects, for garbage would take a quarter of the time.
         with without_garbage_collection():
             found = evaluate_checkpoint(config, record, partial(show, config.tasks or list(tasks.TASKS)))
@@ -39,6 +45,25 @@ def main(config: EvaluateConfig) -> int:
         warn(str(error))
         return 1
     return 1 if found["failed"] else 0
+
+
+def export(names: list[str], folder: Path) -> int:
+    """Write the rows of the hub that score each task, in the layout of data_dir. 1 if a task has no rows."""
+    failed = 0
+    with hub.offline(not hub.answers(f"the rows of {', '.join(names)}")):
+        for name in names:
+            try:
+                loaded = tasks.load(name, None)
+            except tasks.TaskUnavailable as error:
+                warn(str(error))
+                failed = 1
+                continue
+            path = folder / name / f"{loaded.split}.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lines = [json.dumps(row, ensure_ascii=False) for row in tasks.each_row(loaded.task.dataset[loaded.split])]
+            write_whole(path, "\n".join([*lines, ""]))
+            print(f"{path}  {quantity(len(lines), 'row')}", flush=True)
+    return failed
 
 
 def show(asked: list[str], found: dict[str, Any]) -> None:

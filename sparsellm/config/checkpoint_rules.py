@@ -6,6 +6,7 @@ benchmark check the paths that a configuration names.
 
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,13 @@ LICENCE = re.compile(r"[a-z0-9][a-z0-9.-]*")
 
 
 def evaluate_mistakes(config: EvaluateConfig) -> list[str]:
+    if config.export is not None:
+        found = _common_mistakes(replace(config, checkpoint="unused"), "an export")
+        if unused := [key for key in ("checkpoint", "data_dir", "output_dir") if getattr(config, key) is not None]:
+            found.append(
+                f"export={config.export} writes the hub's rows and scores nothing: leave out {', '.join(unused)}"
+            )
+        return found
     found = _common_mistakes(config)
     if not config.compare_kernels:
         return found + kernel_mistakes("kernels", config.kernels, _obstacles(config))

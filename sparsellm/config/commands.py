@@ -45,7 +45,8 @@ COMMANDS = {
         "[GROUP=CHOICE ...] [KEY=VALUE ...]", (Keys(schema.Config, ("data", "training")),), rules.prepare_mistakes
     ),
     "evaluate": Command(
-        "checkpoint=PATH [KEY=VALUE ...]", (Keys(schema.EvaluateConfig),), checkpoint_rules.evaluate_mistakes,
+        "checkpoint=PATH|export=DIR [KEY=VALUE ...]", (Keys(schema.EvaluateConfig),),
+        checkpoint_rules.evaluate_mistakes,
         of_ranks=True,
     ),
     "sweep": Command(

@@ -31,8 +31,8 @@ _ITEM = re.compile(r"""\s*("[^"]*"|'[^']*'|(?:\[[^\]]*\]|[^,])+?)\s*(?:,|$)""")
 # Keys whose value is or may be a path.
 PATHS = (
     "baseline", "checkpoint", "data.files", "data.mix", "data.path", "data.tokenizer", "data_dir", "distill.teacher",
-    "evaluation.data_dir", "init_from", "output_dir", "recordings", "run.name", "run.root", "sweep.name", "sweep.root",
-    "text",
+    "evaluation.data_dir", "export", "init_from", "output_dir", "recordings", "run.name", "run.root", "sweep.name",
+    "sweep.root", "text",
 )  # fmt: skip
 LARGEST, DEEPEST = 1_000_000, 16  # limits of a YAML file: characters, and nesting depth
 LONGEST_NAME = 255  # bytes of a file name on Linux

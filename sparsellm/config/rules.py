@@ -36,6 +36,7 @@ from sparsellm.config.schema import (
     TrainingConfig,
     decay_start,
 )
+from sparsellm.system.console import quantity
 
 MAX_NAME = 200  # characters of a run's name: file systems allow 255 bytes, and file names append suffixes
 
@@ -352,7 +353,7 @@ def device_mistakes(key: str, device: Device) -> list[str]:
         needs_one = device == Device.cuda
         return [f"{key}=cuda but torch sees no GPU: use {key}=auto or cpu"] if needs_one else []
     if ranks > (gpus := torch.cuda.device_count()):
-        return [f"{key}: {ranks} ranks on a node with {gpus} GPUs: lower --nproc_per_node"]
+        return [f"{key}: {ranks} ranks on a node with {quantity(gpus, 'GPU')}: lower --nproc_per_node"]
     return []
 
 

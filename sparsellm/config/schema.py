@@ -130,7 +130,7 @@ class DataConfig:
     max_tokens: int | None = key(None, "Number of training tokens to prepare. null: as many as the experiment reads.")
     validation_fraction: float = key(
         0.005,
-        "Fraction of the text that is held out: documents chosen by a hash, or the end of a short text. 0: none.",
+        "Fraction of the text that is held out, chosen by a hash: at least 50 blocks, or 5% of a short text. 0: none.",
         minimum=0,
         below=1,
     )
@@ -380,6 +380,7 @@ class EvaluateConfig:
     )
     tasks: list[str] = key([], "Tasks to score, out of the seven. Empty: all.")
     data_dir: str | None = key(None, "Folder of task rows, DIR/TASK/SPLIT.jsonl or .parquet. null: the hub's rows.")
+    export: str | None = key(None, "Folder to write the hub's rows to, for a data_dir elsewhere; scores nothing.")
     output_dir: str | None = key(
         None, "Output folder. null: evaluation/ in the checkpoint, or evaluations/NAME if that is read-only."
     )

@@ -223,7 +223,7 @@ def _mistakes(sweep: Sweep, request: SweepRequest, devices: int) -> list[str]:
         not options.share_gpus and options.parallel > 1 and 0 < devices < (needed := options.parallel * sweep.processes)
     ):
         found.append(
-            f"sweep.parallel={options.parallel} needs {needed} GPUs, but there are {devices}: run fewer at"
+            f"sweep.parallel={options.parallel} needs {needed} GPUs, but this machine has {devices}: run fewer at"
             " once, or let them share GPUs with sweep.share_gpus=true"
         )
     if "RANK" in os.environ:
@@ -243,6 +243,8 @@ def _mistakes(sweep: Sweep, request: SweepRequest, devices: int) -> list[str]:
     try:  # the table needs the tasks even without evaluation
         evaluation = from_overrides(request.evaluate, EvaluateConfig)
         wrong = evaluation_mistakes(evaluation) if options.evaluate else []
+        if evaluation.export is not None:
+            found.append("evaluate.export in a sweep: `sparsellm evaluate export=DIR` writes rows; leave it out")
     except ConfigError as error:
         wrong = error.mistakes
     found += [f"evaluate: {mistake}" for mistake in wrong if not mistake.startswith("checkpoint has no value")]

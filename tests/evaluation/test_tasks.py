@@ -10,7 +10,9 @@ from datasets import Dataset
 from evaluation.small_rows import rows_of, write_rows
 from lm_eval.tasks._yaml_loader import load_yaml
 
+from sparsellm.commands import evaluate
 from sparsellm.evaluation.tasks import TASKS, TaskUnavailable, load
+from sparsellm.hf import hub
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -98,3 +100,29 @@ def test_a_row_without_a_possible_label_or_text_is_named(name, field, value, sai
         load(name, str(tmp_path))
     assert str(error.value).startswith(f"the rows in {path} cannot be used: ")
     assert f"row 3: {said}" in str(error.value)
+
+
+def test_an_export_writes_the_rows_of_the_hub_as_a_data_dir_and_names_what_has_none(tmp_path, monkeypatch, capsys):
+    on_hub = {"allenai/ai2_arc": ("arc_easy", "test"), "baber/piqa": ("piqa", "validation")}
+    load_dataset = datasets.load_dataset
+
+    def stand_in(path, name=None, **options):
+        if path == "json":
+            return load_dataset(path, name, **options)
+        task, split = on_hub[path]
+        of_split = {each: Dataset.from_list(rows_of(task, 3, 0)) for each in ("train", "validation", "test")}
+        return datasets.DatasetDict(of_split | {split: Dataset.from_list(rows_of(task, 6, 1))})
+
+    monkeypatch.setattr(datasets, "load_dataset", stand_in)
+    monkeypatch.setattr(hub, "answers", lambda _: True)
+    command = [f"export={tmp_path}", "tasks=[arc_easy,piqa,winogrande]"]
+    assert evaluate.main(command, "sparsellm evaluate") == 1
+    shown = capsys.readouterr()
+    assert shown.out == f"{tmp_path}/arc_easy/test.jsonl  6 rows\n{tmp_path}/piqa/validation.jsonl  6 rows\n"
+    assert "the data set of winogrande on the hub cannot be used" in shown.err
+    for task, split in on_hub.values():
+        lines = (tmp_path / task / f"{split}.jsonl").read_text().splitlines()
+        assert list(map(json.loads, lines)) == rows_of(task, 6, 1)
+        assert len(load(task, str(tmp_path)).task.eval_docs) == 6
+    assert evaluate.main([f"export={tmp_path}", "checkpoint=x", "data_dir=."], "sparsellm evaluate") == 2
+    assert "writes the hub's rows and scores nothing: leave out checkpoint, data_dir" in capsys.readouterr().err

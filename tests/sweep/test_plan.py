@@ -64,7 +64,7 @@ def test_runs_at_once_have_gpus_of_their_own_or_share_them(monkeypatch):
     assert slots(2, "sweep.parallel=2", visible="5,7") == (1, ["5", "7"])
     assert slots(2, "sweep.parallel=4", "sweep.share_gpus=true") == (1, ["0", "1", "0", "1"])
     assert slots(0, "sweep.parallel=3") == (1, [None] * 3)
-    with pytest.raises(ConfigError, match=r"sweep\.parallel=4 needs 4 GPUs, but there are 2"):
+    with pytest.raises(ConfigError, match=r"sweep\.parallel=4 needs 4 GPUs, but this machine has 2"):
         slots(2, "sweep.parallel=4")
 
 
