@@ -12,12 +12,14 @@ OUTPUT/
 import csv
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 from sparsellm.analysis import numbers
 from sparsellm.analysis.activity import Activity
 from sparsellm.ops.twell import TOKEN_TILE
+from sparsellm.system.console import quantity
 from sparsellm.system.files import write_whole
 
 ANALYSIS_JSON = "analysis.json"
@@ -32,6 +34,7 @@ FIGURES = {
     UNION: f"Neurons that fire in tiles of {TOKEN_TILE} tokens",
 }
 LINES = 5  # tokens of each kind on screen
+WIDTH = 120  # columns of a table that is not printed to a terminal
 
 Row = dict[str, Any]
 
@@ -75,11 +78,12 @@ def flat(row: Row, prefix: str = "") -> Row:
 def table(results: Row) -> str:
     """The results as plain text."""
     model, text, tokens, speed = (results[key] for key in ("model", "text", "tokens", "speed"))
-    kind = "gated" if model["gated"] else "non-gated"
+    layers = quantity(model["layers"], "gated layer" if model["gated"] else "non-gated layer")
+    sequences = quantity(text["sequences"], "sequence")
     source = "held-out text" if text["source"] == "held-out" else text["source"]
     lines = [
-        f"{results['checkpoint']}: {model['layers']} {kind} layers of {model['neurons']:,} neurons, {model['dtype']}",
-        f"{text['tokens']:,} tokens of {source}: {text['sequences']:,} sequences of {text['sequence_length']:,}",
+        f"{results['checkpoint']}: {layers} of {model['neurons']:,} neurons, {model['dtype']}",
+        f"{text['tokens']:,} tokens of {source}: {sequences} of {text['sequence_length']:,}",
         "",
     ]
     header = ["layer", "mean", "median", "p99", "max", "zeros", f"in {TOKEN_TILE} tokens", "dead", "top 5% have"]
@@ -131,6 +135,14 @@ def fitted(fit: Row) -> str:
     return f"{fit['floor']:.3g} + {fit['amplitude']:.3g} exp(-position / {fit['scale']:.3g})"
 
 
-def aligned(rows: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+def aligned(rows: list[list[str]], repeated: int = 1) -> list[str]:
+    """The lines of a table. Columns that do not fit into the terminal continue below, after the first `repeated`
+    columns again."""
+    width = shutil.get_terminal_size((WIDTH, 0)).columns
+    columns = [[cell.rjust(max(map(len, column))) for cell in column] for column in zip(*rows, strict=True)]
+    parts = [columns[:repeated]]
+    for column in columns[repeated:]:
+        if len(parts[-1]) > repeated and sum(len(each[0]) + 2 for each in [*parts[-1], column]) - 2 > width:
+            parts.append(columns[:repeated])
+        parts[-1] = [*parts[-1], column]
+    return "\n\n".join("\n".join("  ".join(line) for line in zip(*part, strict=True)) for part in parts).split("\n")

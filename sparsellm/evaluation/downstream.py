@@ -25,7 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from sparsellm.distributed.groups import Ranks, gather
 from sparsellm.evaluation.task_requests import Builder, Tokens, tokenize
 from sparsellm.evaluation.tasks import LoadedTask
-from sparsellm.system.console import progress
+from sparsellm.system.console import progress, quantity
 from sparsellm.system.errors import SparsellmError
 
 # Maximum logits in a batch of size `auto`: with a vocabulary of 49,152, that is 21,845 tokens on a GPU, 1,365 on a CPU.
@@ -252,7 +252,7 @@ def score(lm: SharedLM, loaded: LoadedTask, limit: int | None) -> tuple[dict[str
     notes = [] if loaded.note is None else [loaded.note]
     if lm.truncated:
         notes.append(
-            f"{lm.truncated:,} requests exceed the context of {lm.max_length:,} tokens and are truncated on the left"
+            f"{quantity(lm.truncated, 'request')} truncated on the left, to the context of {lm.max_length:,} tokens"
         )
     result = {
         "metric": metric,

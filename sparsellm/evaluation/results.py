@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsellm.evaluation.tasks import TASKS
+from sparsellm.runs.report import caveat
 from sparsellm.system import regular
 from sparsellm.system.files import whole
 
@@ -185,7 +186,7 @@ def table(results: dict[str, Any], asked: list[str]) -> str:
             other = compared["tasks"].get(name)
             alike = other is not None and not set(unlike({"one": other, "other": task})) - {"kernels"}
             row[2:2] = _compared(task["score"], other["score"] if alike else None)
-        rows.append([*row, task["note"] or ""])
+        rows.append(row)
     of = f"mean of {len(tasks.keys() | failed.keys() - {VALIDATION})}"
     if results["mean"] is not None:
         columns = _compared(results["mean"], compared["mean"]) if compared else []
@@ -193,6 +194,7 @@ def table(results: dict[str, Any], asked: list[str]) -> str:
     if compared:
         header[2:2] = ["torch", "difference"]
     lines = _aligned([header, *rows]) if tasks else []
+    lines += [f"{name}  note: {task['note']}" for name, task in tasks.items() if task["note"]]
     for name, reason in failed.items():
         earlier = "; the score above is from an earlier evaluation" if name in tasks and not compared else ""
         lines.append(f"{name}  failed: {' '.join(reason.split())}{earlier}")
@@ -212,7 +214,7 @@ def table(results: dict[str, Any], asked: list[str]) -> str:
             lines.append(
                 f"validation{side}  loss {validation['loss']:.4f}"
                 f"  perplexity {'over 1e308' if perplexity is None else f'{perplexity:.3f}'}"
-                f"  over {validation['tokens']:,} held-out tokens, as the run validates"
+                f"  over {validation['tokens']:,} held-out tokens, as the run validates{caveat(validation['tokens'])}"
                 f"{', from an earlier evaluation of these weights' if VALIDATION in results['failed'] else ''}"
             )
     return "\n".join(lines)

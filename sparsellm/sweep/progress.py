@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from sparsellm.runs.metrics import METRICS
 from sparsellm.sweep.plan import Point
-from sparsellm.system.console import LINE_EVERY, say
+from sparsellm.system.console import LINE_EVERY, quantity, say
 
 TAIL = 1 << 16  # bytes at the end of metrics.jsonl that are enough to hold its last row
 SHOWN_EVERY = 1  # seconds between updates on a terminal
@@ -50,7 +50,7 @@ class Progress:
                 rest += whole - tokens
         pace = (done - self.tokens_before) / (time.monotonic() - self.began)
         ends = f"ETA {timedelta(seconds=round(rest / pace))}" if pace > 0 else "no ETA yet"
-        count = f"{len(self.ended)}/{len(self.points)} runs done, {len(running)} running"
+        count = f"{len(self.ended)}/{quantity(len(self.points), 'run')} done, {len(running)} running"
         return f"sweep  {count}, {done / total:.0%} of the training tokens, {ends}"
 
     def close(self) -> None:

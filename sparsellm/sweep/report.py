@@ -22,12 +22,12 @@ def write_all(sweep: Sweep) -> tuple[str, str | None]:
 
     Tasks of a SLURM array call this concurrently and take turns, so that the last one sees all results.
     """
-    markdown = ""
+    shown = ""
     try:
         with regular.to_write(sweep.folder / "lock", "w") as file:
             locks.take(file)
             rows = table.rows(sweep)
-            markdown = table.as_markdown(sweep, rows)
+            shown, markdown = table.as_text(sweep, rows), table.as_markdown(sweep, rows)
             write_whole(sweep.folder / f"{NAME}.csv", as_csv(rows))
             plots = drawn({NAME: lambda: figure.draw(sweep, rows)}).get(NAME)
             image = f"\n![{sweep.name}]({NAME}.png)\n" if plots else ""
@@ -37,12 +37,12 @@ def write_all(sweep: Sweep) -> tuple[str, str | None]:
                 write_whole(sweep.folder / f"{NAME}.{kind}", content)
     except Exception as error:  # a full disk, or bad files of an evaluation: the sweep continues
         with suppress(Exception):
-            markdown = markdown or table.as_markdown(sweep, table.rows(sweep))
-        return markdown, (
+            shown = shown or table.as_text(sweep, table.rows(sweep))
+        return shown, (
             f"the table in {sweep.folder} cannot be written ({type(error).__name__}: {error}): the runs and their"
             " scores are in their own folders; run the same command to write the table"
         )
-    lines = [markdown, *(str(sweep.folder / f"{NAME}.{kind}") for kind in ("csv", *files))]
+    lines = [shown, "", *(str(sweep.folder / f"{NAME}.{kind}") for kind in ("csv", *files))]
     if not plots:
         lines.append(f"no figure: it needs at least two finished runs with different {COEFFICIENT}")
     return "\n".join(lines), None

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
+from sparsellm.analysis.report import aligned
 from sparsellm.config import Activation, L1Normalization
 from sparsellm.evaluation.results import RESULTS, STORED, of_dtype, only
 from sparsellm.evaluation.tasks import TASKS
@@ -80,8 +81,26 @@ def rows(sweep: Sweep) -> list[Row]:
     return table
 
 
+def as_text(sweep: Sweep, table: list[Row]) -> str:
+    """The rows for the screen, with rounded numbers, and a legend. Each part of a wide table begins with the swept
+    values."""
+    cells, legend = _cells(sweep, table)
+    return "\n".join([*aligned(cells, len(sweep.keys) + 1), "", legend])
+
+
 def as_markdown(sweep: Sweep, table: list[Row]) -> str:
     """The rows as an aligned Markdown table with rounded numbers, and a legend."""
+    cells, legend = _cells(sweep, table)
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [cells[0], ["-" * width for width in widths], *cells[1:]]
+    text = "\n".join(
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines
+    )
+    return f"{text}\n\n{legend}\n"
+
+
+def _cells(sweep: Sweep, table: list[Row]) -> tuple[list[list[str]], str]:
+    """The lines of the table without empty columns, the header first; and the legend."""
 
     def column(title: str, key: str, form: str) -> tuple[str, list[str]]:
         return title, ["" if row[key] is None else form.format(row[key]) for row in table]
@@ -107,13 +126,8 @@ def as_markdown(sweep: Sweep, table: list[Row]) -> str:
         *(column(title, key, "{:,.4g}") for key, title in COSTS.items() if key in table[0]),
     ]
     columns = [(title, cells) for title, cells in columns if any(cells)]
-    widths = [max(len(title), *map(len, cells)) for title, cells in columns]
-    lines = [[title for title, _ in columns], ["-" * width for width in widths]]
-    lines += [[cells[i] for _, cells in columns] for i in range(len(table))]
-    text = "\n".join(
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines
-    )
-    return text + "\n\n" + _legend(sweep, {title for title, _ in columns}, dtypes) + "\n"
+    lines = [[title for title, _ in columns], *([cells[i] for _, cells in columns] for i in range(len(table)))]
+    return lines, _legend(sweep, {title for title, _ in columns}, dtypes)
 
 
 def _numbers(point: Point, rows: list[Row]) -> Row:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sparsellm.analysis import numbers
+from sparsellm.analysis import numbers, report
 from sparsellm.analysis.activity import Activity
 
 
@@ -141,3 +141,15 @@ def test_correlation(speedups, expected):
     rows = [{"speedup": each, "nonzeros": 10.0 * i} for i, each in enumerate(speedups)]
     found = numbers.correlation(rows)
     assert found is None if expected is None else found == pytest.approx(expected)
+
+
+def test_a_table_wider_than_the_terminal_goes_on_below_with_its_first_column(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "20")
+    rows = [["run", "steps", "nonzeros", "accuracy"], ["a", "40", "12.5", "30.1%"]]
+    assert report.aligned(rows) == [
+        "run  steps  nonzeros", "  a     40      12.5", "", "run  accuracy", "  a     30.1%",
+    ]  # fmt: skip
+    monkeypatch.setenv("COLUMNS", "80")
+    assert report.aligned(rows) == ["run  steps  nonzeros  accuracy", "  a     40      12.5     30.1%"]
+    monkeypatch.setenv("COLUMNS", "5")  # too narrow for any table: one column at a time
+    assert len(report.aligned(rows)) == 3 * 3 - 1

@@ -490,7 +490,7 @@ def test_limit_and_requests_beyond_the_context(bare, tmp_path):
         EvaluateConfig(checkpoint=str(bare), data_dir=str(tmp_path / "rows"), tasks=["piqa"], limit=2)
     )
     assert found["tasks"]["piqa"]["rows"] == 2
-    assert found["tasks"]["piqa"]["note"] == "4 requests exceed the context of 192 tokens and are truncated on the left"
+    assert found["tasks"]["piqa"]["note"] == "4 requests truncated on the left, to the context of 192 tokens"
 
 
 def test_without_its_tokens_a_run_has_scores_but_no_validation(run, rows):
