@@ -156,7 +156,7 @@ def test_a_run_leaves_curves_a_summary_and_a_checkpoint(train, tmp_path):
     assert done.returncode == 0, done.stderr
     (folder,) = (tmp_path / "runs").iterdir()
     assert folder.name.startswith("smoke-")
-    assert sorted(p.name for p in (folder / "plots").iterdir()) == ["dead_neurons.png", "loss.png", "nonzeros.png"]
+    assert sorted(p.name for p in (folder / "plots").iterdir()) == ["loss.png", "nonzeros.png", "training.png"]
     assert all((folder / "plots" / p).read_bytes().startswith(b"\x89PNG") for p in ("loss.png", "nonzeros.png"))
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["step_00000030", "step_00000040"]
     for words in ("loss", "nonzeros per token", "tokens/s", "under `sum`, the same as", "sample"):
@@ -303,7 +303,7 @@ def test_wandb_offline_gets_the_rows(train, tmp_path):
     (record,) = (tmp_path / "runs/watched/wandb").glob("offline-run-*")
     assert list(record.glob("*.wandb"))
     pictures = {path.name.partition("_")[0] for path in record.glob("files/media/images/plots/*.png")}
-    assert pictures == {"loss", "nonzeros", "dead"}
+    assert pictures == {"loss", "nonzeros", "training"}
     upload = "  Weights & Biases    to upload: "
     assert [line.rpartition(" ")[2] for line in done.stdout.splitlines() if line.startswith(upload)] == [
         "runs/watched/wandb"

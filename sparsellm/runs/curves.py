@@ -1,4 +1,5 @@
-"""Plots a run from the rows of its metrics.jsonl: losses, nonzeros and dead neurons, as PNG in memory."""
+"""Plots a run from the rows of its metrics.jsonl: losses, nonzeros, dead neurons, learning rate, gradient norm and
+throughput, as PNG in memory."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from sparsellm.runs.metrics import NAMED
 Row = dict[str, Any]
 GAP = float("nan")  # drawn as a gap in the curve, where a row has no value
 ALONE = "s^Dv<>"  # markers of data.mix sources that were validated only once
-NONZEROS, DEAD = "nonzeros.png", "dead_neurons.png"
+NONZEROS, DEAD, TRAINING = "nonzeros.png", "dead_neurons.png", "training.png"
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,12 @@ class Curves:
     taught: bool  # whether there is a teacher
 
     def draw(self, rows: list[Row]) -> dict[str, bytes]:
-        """{file name: content}. Without a ReLU there is only the plot of the losses."""
-        plots: dict[str, Callable[[list[Row]], Figure]] = {}
+        """{file name: content}. Nonzeros and dead neurons are drawn for a ReLU only, and dead neurons only for a run
+        that is long enough for neurons to count as dead."""
+        plots: dict[str, Callable[[list[Row]], Figure]] = {TRAINING: self.training}
         if any(row["nnz_per_layer"] is not None for row in rows):
             plots[NONZEROS] = self.nonzeros
-        if any(row["dead_per_layer"] is not None for row in rows):
+        if any(row["dead_per_layer"] is not None and self._is_past_window(row) for row in rows):
             plots[DEAD] = self.dead_neurons
         plots[LOSS_PLOT] = self.losses  # last, because `report.is_drawn` takes this file as proof of a complete set
         with matplotlib.rc_context(STYLE):
@@ -114,13 +116,31 @@ class Curves:
 
     def dead_neurons(self, rows: list[Row]) -> Figure:
         figure, axes = self._panel(rows)
-        _layers(axes, rows, "dead_per_layer", self.neurons)
+        _layers(axes, [row for row in rows if self._is_past_window(row)], "dead_per_layer", self.neurons)
         axes.set_ylabel(
             f"fraction of {self.neurons:,} neurons inactive\nfor the last {self.dead_after_tokens:,} tokens"
         )
         from_zero(axes, least=0.01)
         percent(axes.yaxis)
         return figure
+
+    def training(self, rows: list[Row]) -> Figure:
+        figure = Figure(figsize=(PANEL[0] * 2.2, PANEL[1] * 0.85), layout="constrained")
+        figure.suptitle(self.title)
+        panels = {"lr": "learning rate", "grad_norm": "gradient norm before clipping", "tokens_per_s": "tokens/s"}
+        for axes, (key, label) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
+            _curve(axes, rows, [row.get(key) for row in rows], color=BLUE)
+            self._step_axis(axes, rows)
+            axes.set_title(label, loc="left")
+            if key == "grad_norm":  # falls by orders of magnitude, and a spike would hide the rest
+                logarithmic_y(axes)
+            else:
+                from_zero(axes)
+            plain(axes.yaxis)
+        return figure
+
+    def _is_past_window(self, row: Row) -> bool:
+        return row["step"] * self.tokens_per_step >= self.dead_after_tokens
 
     def _panel(self, rows: list[Row]) -> tuple[Figure, Axes]:
         figure = Figure(figsize=PANEL, layout="constrained")

@@ -80,6 +80,8 @@ def line(row: dict[str, Any], steps: int, left: float | None) -> str:
     words = [_step(row, steps), f"loss {_nats(row['loss'])}"]
     if row["l1"] is not None:
         words += [f"ce {_nats(row['ce'])}", f"nonzeros {row['nnz_mean']:7,.1f}"]
+    if "distill_kl" in row:
+        words.append(f"kl {_nats(row['distill_kl'])}")
     words.append(f"{row['tokens_per_s']:9,.0f} tokens/s")
     words.append(f"{duration(left):>10} left" if left and row["step"] < steps else " " * 15)
     if row["val_ce"] is not None:

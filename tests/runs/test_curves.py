@@ -19,6 +19,7 @@ def rows(layers, steps, relu=True):
             "nnz_per_layer": [24 / (1 + step) + layer for layer in range(layers)] if relu else None,
             "nnz_mean": 24 / (1 + step) if relu else None,
             "dead_per_layer": [min(48, layer) * (step >= 100) for layer in range(layers)] if relu else None,
+            "lr": 1e-3, "grad_norm": 10 / step, "tokens_per_s": 1e5,
         }
         for step in [1, *range(10, steps + 1, 10)]
     ]  # fmt: skip
@@ -32,7 +33,7 @@ def styled():
 
 @pytest.fixture
 def config():
-    return small_config("run.name=smoke-relu-3f2a91c0", "sparsity.dead_after_tokens=100000")
+    return small_config("run.name=smoke-relu-3f2a91c0", "sparsity.dead_after_tokens=128")
 
 
 def colour_bar(figure):
@@ -55,12 +56,28 @@ def test_layers_are_a_colour_scale_beside_the_curves_and_not_a_legend(config, la
 
 def test_dead_neurons_are_a_share_with_its_window_from_zero(config):
     axes = curves_of(config).dead_neurons(rows(4, 200)).axes[0]
-    assert " ".join(axes.get_ylabel().split()) == "fraction of 48 neurons inactive for the last 100,000 tokens"
+    assert " ".join(axes.get_ylabel().split()) == "fraction of 48 neurons inactive for the last 128 tokens"
     assert axes.get_ylim()[0] == 0
     assert axes.get_lines()[3].get_ydata()[-1] == pytest.approx(3 / 48)
     assert axes.yaxis.get_major_formatter()(0.05, 0) == "5%"
     none_dead = curves_of(config).dead_neurons(rows(4, 50)).axes[0]
     assert none_dead.get_ylim() == (0, pytest.approx(0.055, abs=0.05))
+
+
+def test_neurons_are_drawn_only_where_they_can_count_as_dead(config):
+    config.sparsity.dead_after_tokens = 128 * 100
+    line = curves_of(config).dead_neurons(rows(4, 200)).axes[0].get_lines()[0]
+    assert min(line.get_xdata()) == 100
+    assert curves.DEAD not in curves_of(config).draw(rows(4, 90))
+
+
+def test_learning_rate_gradient_norm_and_throughput_have_a_panel_each(config):
+    run = rows(4, 200)
+    run[3]["grad_norm"] = None  # a skipped step
+    rate, norm, speed = curves_of(config).training(run).axes
+    assert [axes.get_title(loc="left") for axes in (rate, speed)] == ["learning rate", "tokens/s"]
+    assert (rate.get_ylim()[0], norm.get_yscale(), speed.get_ylim()[0]) == (0, "log", 0)
+    assert list(speed.get_lines()[0].get_ydata()) == [1e5] * 21
 
 
 def test_nonzeros_say_of_how_many_in_plain_numbers(config):
@@ -89,15 +106,15 @@ def test_losses_begin_at_zero_and_are_told_apart_after_the_warm_up(config):
 def test_one_row_is_a_point(config):
     (axes,) = curves_of(config).losses(rows(4, 1)).axes
     assert {line.get_marker() for line in axes.get_lines()} == {"o"}
-    assert curves_of(config).draw(rows(4, 1)).keys() == {"loss.png", "nonzeros.png", "dead_neurons.png"}
+    assert curves_of(config).draw(rows(4, 1)).keys() == {"training.png", "loss.png", "nonzeros.png", "dead_neurons.png"}
 
 
 def test_a_dense_run_has_its_losses_alone_and_a_step_without_a_loss_is_a_gap(config):
     run = rows(4, 60, relu=False)
     run[2]["ce"] = run[2]["loss"] = None
-    assert curves_of(config).draw(run).keys() == {"loss.png"}
+    assert curves_of(config).draw(run).keys() == {"training.png", "loss.png"}
     diverged = [row | {"ce": None, "loss": None, "val_ce": None} for row in run]
-    assert curves_of(config).draw(run[:1] + diverged[1:]).keys() == {"loss.png"}
+    assert curves_of(config).draw(run[:1] + diverged[1:]).keys() == {"training.png", "loss.png"}
     assert [line.get_label() for line in curves_of(config).losses(run).axes[0].get_lines()] == ["training", "held-out"]
 
 
@@ -136,10 +153,10 @@ def test_the_names_of_a_mix_lie_within_the_picture_and_one_validation_is_a_point
 def test_runs_in_which_nothing_fires_or_little_is_known_are_drawn(config, capsys):
     known = rows(2, 60)
     silent = [{**row, "nnz_per_layer": [0.0, 0.0], "nnz_mean": 0.0, "dead_per_layer": [48, 48]} for row in known]
-    assert set(curves_of(config).draw(silent)) == {LOSS_PLOT, curves.NONZEROS, curves.DEAD}
-    assert set(curves_of(config).draw(silent[:1])) == {LOSS_PLOT, curves.NONZEROS, curves.DEAD}
+    each = {LOSS_PLOT, curves.NONZEROS, curves.DEAD, curves.TRAINING}
+    assert set(curves_of(config).draw(silent)) == set(curves_of(config).draw(silent[:1])) == each
     unknown = [{**row, "dead_per_layer": None} for row in known]
-    assert set(curves_of(config).draw(unknown)) == {LOSS_PLOT, curves.NONZEROS}
+    assert set(curves_of(config).draw(unknown)) == each - {curves.DEAD}
     assert set(curves_of(config).draw([{**row, "ce": None, "loss": None, "val_ce": None} for row in known])) > {
         LOSS_PLOT
     }

@@ -77,6 +77,7 @@ def test_a_line_leaves_out_what_does_not_exist():
     silu = row(5, l1=None, nnz_mean=None, val_ce=2.25)
     assert line(silu, 40, 8.0) == "step  5/40  loss  2.500     74,000 tokens/s         8 s left  held-out  2.250"
     assert "loss not finite" in line(row(5, loss=None), 40, None)
+    assert "nonzeros    12.5  kl  0.125  " in line(row(5, distill_kl=0.125), 40, None)
 
 
 def test_the_pace_is_that_of_the_later_half_with_all_that_happens_between_steps():
@@ -130,7 +131,7 @@ def test_the_summary_says_over_how_many_tokens_the_held_out_loss_is(tmp_path, ca
         trainer.data.validation = trainer.data.validation[:3]
         assert trainer.fit() == 0
     summary = capsys.readouterr().out
-    assert "(cross entropy of 48 tokens)" in summary
+    assert "(cross entropy of 48 tokens; under 20,000 tokens, small" in summary
     assert "wandb sync" not in summary  # nothing is offline
     again = report.finish(trainer.config, tmp_path / "run")  # of a finished run
     assert again.splitlines()[1:] == summary.splitlines()[-len(again.splitlines()) : -1]
@@ -166,7 +167,7 @@ def test_where_a_record_is_offline_the_end_names_the_command_that_uploads_it(sto
     out = capsys.readouterr().out
     assert "  Weights & Biases    offline\n" in out
     assert out.count(f"  Weights & Biases    to upload: wandb sync {tmp_path}/run/wandb\n") == 1
-    assert kept == ([143] if stopped else [(12, ["dead_neurons.png", "loss.png", "nonzeros.png"]), 0])
+    assert kept == ([143] if stopped else [(12, ["loss.png", "nonzeros.png", "training.png"]), 0])
 
 
 def test_an_opening_of_a_dense_model_names_no_coefficient(tmp_path):
