@@ -1,11 +1,15 @@
 """Plots the curves of several runs in one figure, and prints their last values as a table.
 
     python -m scripts.compare_runs runs/SPARSE runs/DENSE ... --output docs/comparison.png
+    python -m scripts.compare_runs docs/results/NAME.jsonl --shared-gpus --output docs/NAME.png
 
 Top row, against steps: held-out and training cross entropy; each run's training cross entropy minus the mean of all
 runs, at the steps that all runs have logged; nonzero activations per token, mean over layers (if every run has its own
 colour, thin lines show the layers of the first ReLU run). Bottom row: held-out cross entropy against the time of the
 steps; tokens per second against steps; and, for runs on a GPU, the peak memory of tensors against steps.
+--shared-gpus leaves out time and tokens per second, which other processes on the same GPUs change.
+
+The arguments are run folders or files that --json wrote.
 
 --json OUT writes a line of JSON for each run: its configuration, about 80 of its rows, and "saved_by", the command,
 machine, commit and versions of this process.
@@ -106,7 +110,7 @@ def curve(axes: Axes, x: Iterable[float], y: Iterable[Any], *form: str, **style:
     axes.plot(*(zip(*shown, strict=True) if shown else ([], [])), *form, **style)
 
 
-def draw(runs: dict[str, Rows]) -> Figure:
+def draw(runs: dict[str, Rows], shared_gpus: bool = False) -> Figure:
     """The figure that is described at the top of this file."""
     by_style = styles(runs)
     by_run = len({color for color, _ in by_style.values()}) == len(runs)
@@ -114,8 +118,8 @@ def draw(runs: dict[str, Rows]) -> Figure:
     ce = {name: {r["step"]: r["ce"] for r in rows if r["ce"] is not None} for name, rows in runs.items()}
     mean = {step: fmean(of[step] for of in ce.values()) for step in sorted(set.intersection(*map(set, ce.values())))}
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(13.5, 7.2), layout="constrained")
-        losses, apart, nonzeros, in_time, speed, memory = figure.subplots(2, 3).flat
+        figure = Figure(figsize=(9.2 if shared_gpus else 13.5, 7.2), layout="constrained")
+        losses, apart, nonzeros, *of_time, memory = figure.subplots(2, 2 if shared_gpus else 3).flat
         for name, rows in runs.items():
             color, label = by_style[name]
             columns = {key: [row.get(key) for row in rows] for key in KEPT}
@@ -126,9 +130,11 @@ def draw(runs: dict[str, Rows]) -> Figure:
             curve(nonzeros, steps, columns["nnz_mean"], color=color, linewidth=1.8)
             if name == layers_of:
                 curve(nonzeros, steps, columns["nnz_per_layer"], color=color, alpha=0.3, linewidth=0.7)
-            curve(in_time, seconds(rows), held_out, "o-", color=color, markersize=3, clip_on=False)
-            # The first step compiles.
-            curve(speed, steps[1:], columns["tokens_per_s"][1:], color=color)
+            if of_time:
+                in_time, speed = of_time
+                curve(in_time, seconds(rows), held_out, "o-", color=color, markersize=3, clip_on=False)
+                # The first step compiles.
+                curve(speed, steps[1:], columns["tokens_per_s"][1:], color=color)
             gib = [value and value / 2**30 for value in columns["peak_memory_bytes"]]
             curve(memory, steps[1:], gib[1:], color=color)
         # Fit everything except each run's first tenth, which may be cut off.
@@ -141,15 +147,16 @@ def draw(runs: dict[str, Rows]) -> Figure:
         thin = f"; thin: layers of {layers_of}" if layers_of else ""
         nonzeros.set(ylabel="nonzeros per token", title=f"mean of layers{thin}")
         nonzeros.set_yscale("log", nonpositive="mask")
-        in_time.set(ylabel=nats, title="held-out, over time")
-        speed.set_title("tokens per second")
+        if of_time:
+            in_time.set(ylabel=nats, title="held-out, over time")
+            speed.set_title("tokens per second")
+            from_zero(speed)
         memory.set_title("largest memory of tensors on a GPU, GiB")
-        from_zero(speed)
         from_zero(memory)
         if not any(len(line.get_xdata()) for line in memory.get_lines()):
             memory.remove()  # no run was on a GPU
         for axes in figure.axes:
-            axes.set_xlabel("seconds of steps" if axes is in_time else "step")
+            axes.set_xlabel("seconds of steps" if axes in of_time[:1] else "step")
             axes.set_xlim(0, None)
             plain(axes.xaxis)
             plain(axes.yaxis)
@@ -160,12 +167,15 @@ def draw(runs: dict[str, Rows]) -> Figure:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path, help="run folders")
+    parser.add_argument("runs", nargs="+", type=Path, help="run folders, or files that --json wrote")
+    parser.add_argument("--shared-gpus", action="store_true", help="leave out time and tokens per second")
     parser.add_argument("--output", type=Path, required=True, help="the PNG to write")
     parser.add_argument("--json", type=Path, metavar="OUT", help="a line of JSON for each run")
     args = parser.parse_args()
-    folders = named(args.runs)
+    folders = named([path for path in args.runs if not path.is_file()])
     runs = {name: read(folder / METRICS) for name, folder in folders.items()}
+    for saved_runs in filter(Path.is_file, args.runs):
+        runs |= {line["name"]: line["rows"] for line in map(json.loads, saved_runs.read_text().splitlines())}
     if empty := [name for name, rows in runs.items() if not rows]:
         parser.error(f"no {METRICS} with rows in: {', '.join(empty)}")
 
@@ -179,11 +189,12 @@ def main() -> None:
             "run": name, "path": path(rows), "steps": f"{last['step']:,}", "ce": f"{last['ce']:.3f}",
             "held-out": f"{held_out[name][-1]:.3f}" if held_out[name] else "-",
             "nonzeros": cell(last["nnz_mean"], ".1f"), "dead": f"{sum(last['dead_per_layer']):,}" if counted else "-",
+        } | ({} if args.shared_gpus else {
             "seconds": f"{seconds(rows)[-1]:,.0f}", f"to {common:.3f}": cell(until, ",.0f"),
-        })  # fmt: skip
+        }))  # fmt: skip
     harness.table(table)
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_bytes(saved(draw(runs)))
+    args.output.write_bytes(saved(draw(runs, args.shared_gpus)))
     print(f"figure: {args.output}")
     if args.json:
         configs = [to_dict(load(folder / CONFIG)) for folder in folders.values()]

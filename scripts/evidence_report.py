@@ -235,6 +235,7 @@ def _over_tokens(nonzeros: Axes, dead: Axes, runs: dict[str, Run]) -> None:
     plain(nonzeros.xaxis)
     _logarithmic(nonzeros)
     dead.set(xlabel="million tokens", ylabel="dead neurons")
+    from_zero(dead, least=0.01)
     percent(dead.yaxis)
 
 

@@ -109,13 +109,12 @@ def legend_below(figure: Figure, handles: Iterable[Artist], labels: Iterable[str
 
 
 def chance_line(axes: Axes, level: float, label: str) -> None:
-    """Draw the accuracy of guessing as a dashed line, labelled below; extend the axis downwards to fit the label."""
+    """Draw the accuracy of guessing as a dashed line behind the data, labelled to the right of the axes, where the
+    label hides nothing."""
     axes.axhline(level, color=GREY, linestyle=(0, (4, 2)), linewidth=0.9, zorder=1)
-    low, high = axes.get_ylim()
-    axes.set_ylim(min(low, level - 0.1 * (high - low)), high)
     axes.annotate(
-        f"{label} {level:.1%}", (1, level), xycoords=("axes fraction", "data"), xytext=(0, -3),
-        textcoords="offset points", ha="right", va="top", fontsize="small", color=GREY,
+        f"{label}\n{level:.1%}", (1, level), xycoords=("axes fraction", "data"), xytext=(3, 0),
+        textcoords="offset points", ha="left", va="center", fontsize="small", color=GREY,
     )  # fmt: skip
 
 

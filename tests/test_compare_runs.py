@@ -115,6 +115,8 @@ def test_runs_of_one_name_are_told_apart_by_their_paths():
 def test_time_and_speed_are_drawn_of_every_run():
     of_run = [row | {"peak_memory_bytes": 2**31} for row in rows("tile")]
     figure = compare_runs.draw({"a": of_run, "b": rows("torch")})
+    on_shared = compare_runs.draw({"a": of_run}, shared_gpus=True)
+    assert [axes.get_title() for axes in on_shared.axes[3:]] == ["largest memory of tensors on a GPU, GiB"]
     *_, in_time, speed, memory = (axes.get_lines() for axes in figure.axes)
     assert [list(line.get_xdata()) for line in in_time] == [[8, 12]] * 2
     assert list(speed[0].get_ydata()) == [50] * 3 + [100] * 4  # without the first step, which compiles

@@ -8,9 +8,10 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from sparsellm.benchmark.report import PHASES, size
-from sparsellm.figures import BLUE, GREY, ORANGE, STYLE, from_zero, legend_above, plain, saved
+from sparsellm.figures import BLUE, GREY, ORANGE, STYLE, from_zero, legend_above, legend_below, plain, saved, written
 
 COLORS = {"kernels": BLUE, "PyTorch": GREY, "baseline": ORANGE}
 WIDTH, HEIGHT = 2.9, 2.5  # inches, per panel
@@ -38,23 +39,35 @@ def draw(results: Row) -> bytes:
                 axes.set_axis_off()
             else:
                 panel(axes)
+        if len(rows) > 1:
+            names = _sides(rows)
+            legend_below(figure, [Patch(color=COLORS[name]) for name in names], names)
         return saved(figure)
 
 
 def _bars(rows: list[Row], phase: str, key: str, unit: float, label: str, axes: Axes) -> None:
-    """A group of bars per checkpoint; missing values have no bar."""
-    names = [name for name in COLORS if any(name in row["sides"] for row in rows)]
-    where, width, bars = np.arange(len(rows)), 0.8 / len(names), []
+    """A group of bars per checkpoint; a single checkpoint's bars have their name and value. Missing values have no
+    bar."""
+    names = _sides(rows)
+    where, width = np.arange(len(rows)), 0.8 / len(names)
     for i, name in enumerate(names):
         found = [row["sides"].get(name, {}).get(phase) for row in rows]
         values = [((each and each[key]) or 0) / unit for each in found]
-        bars.append(axes.bar(where + (i - (len(names) - 1) / 2) * width, values, width * 0.92, color=COLORS[name]))
+        bars = axes.bar(where + (i - (len(names) - 1) / 2) * width, values, width * 0.92, color=COLORS[name])
+        if len(rows) == 1:
+            axes.bar_label(bars, [written(float(f"{value:.3g}")) if value else "-" for value in values])
     axes.set_xticks(where, [size(row["parameters"]) for row in rows])
-    axes.set(ylabel=label)
+    if len(rows) == 1:
+        axes.set_xticks([(i - (len(names) - 1) / 2) * width for i in range(len(names))], names)
+        axes.margins(x=0.25)
+    axes.set_title(label, loc="left")
     axes.grid(False, axis="x")
     from_zero(axes)
     plain(axes.yaxis)
-    legend_above(axes, bars, names)
+
+
+def _sides(rows: list[Row]) -> list[str]:
+    return [name for name in COLORS if any(name in row["sides"] for row in rows)]
 
 
 def _layers(rows: list[Row], axes: Axes) -> None:
@@ -72,4 +85,5 @@ def _layers(rows: list[Row], axes: Axes) -> None:
     axes.set(xlabel="nonzeros per token of a layer", ylabel="speedup of a layer", xlim=(0, None))
     from_zero(axes)
     plain(axes.xaxis)
-    legend_above(axes, points, [size(row["parameters"]) for row in rows if row["layer_speeds"]])
+    if len(rows) > 1:
+        legend_above(axes, points, [size(row["parameters"]) for row in rows if row["layer_speeds"]])

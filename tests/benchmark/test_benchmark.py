@@ -12,7 +12,7 @@ from evaluation.conftest import LAST
 from evaluation.small_rows import sentence
 
 from sparsellm.analysis import speed
-from sparsellm.benchmark import phases, report, study, timing
+from sparsellm.benchmark import figure, phases, report, study, timing
 from sparsellm.benchmark.subject import Subject
 from sparsellm.benchmark.timing import Sample
 from sparsellm.commands.benchmark import main
@@ -273,3 +273,20 @@ def test_what_cannot_be_measured_is_refused(arguments, code, words, run, bare, t
     assert main([*arguments, *(q for q in QUICK if q.partition("=")[0] not in typed)], PROGRAM) == code
     said = capsys.readouterr().err
     assert all(word in said for word in words), said
+
+
+def test_the_bars_of_one_checkpoint_have_names_and_values_and_those_of_several_a_legend(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(figure, "saved", drawn.append)
+    rate = {"tokens_per_s": 12_345.0, "peak_bytes": None, "mj_per_token": None}
+    sides = {name: dict.fromkeys(report.PHASES, rate) for name in ("kernels", "PyTorch")}
+    row = {"name": "a", "parameters": 10**9, "sides": sides, "layer_speeds": None}
+    for rows in ([row], [row, row]):
+        figure.draw({"checkpoints": rows, "device": "CPU"})
+    alone, several = drawn
+    axes = alone.axes[0]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["kernels", "PyTorch"]
+    assert [text.get_text() for text in axes.texts] == ["12.3", "12.3"]
+    assert alone.legends == []
+    assert [text.get_text() for text in several.legends[0].get_texts()] == ["kernels", "PyTorch"]
+    assert [label.get_text() for label in several.axes[0].get_xticklabels()] == ["1.00B"] * 2
