@@ -422,3 +422,17 @@ def test_mistakes_are_listed_with_their_remedies(arguments, words, run, online, 
     said = capsys.readouterr().err
     assert all(word in said for word in words), said
     assert not online.calls
+
+
+def test_scores_of_these_weights_are_added_to_the_card_that_is_sent(run, online):
+    checkpoint = locate(str(run))
+    found = {"identity": checkpoint.identity(), "tasks": {"piqa": {"score": 0.625, "metric": "acc_norm", "rows": 1838}}}
+    (checkpoint.folder / "evaluation").mkdir()
+    for identity, shown in (("of other weights", False), (found["identity"], True)):
+        (checkpoint.folder / "evaluation/results.json").write_text(json.dumps(found | {"identity": identity}))
+        assert push(f"checkpoint={run}", REPO, LICENCE) == 0
+        text = online.repos["somebody/tiny"].branches["main"]["README.md"].decode()
+        assert ("\n## Scores\n" in text) == ("| piqa | 0.6250 | acc_norm | 1,838 |" in text) == shown
+        assert "\n## Licence\n" in text
+    (result,) = huggingface_hub.ModelCard(text).data.eval_results
+    assert (result.dataset_name, result.metric_type, result.metric_value) == ("piqa", "acc_norm", 0.625)

@@ -3,20 +3,24 @@
 Uploads the weights, config.json, tokenizer files, generation_config.json and the model card README.md of an hf/ folder,
 and nothing else: no optimizer state, no other files. First verifies the checkpoint's checksums, loads model and
 tokenizer with transformers, and lists the files; dry_run=true stops there. The model card must name a license:
-license=NAME adds it to the uploaded card and leaves the checkpoint unchanged. Exit codes: 0 uploaded, or listed; 1 if
-the checkpoint cannot be uploaded or the hub refuses it; 2 for a refused configuration.
+license=NAME adds it to the uploaded card and leaves the checkpoint unchanged. The scores of `sparsellm evaluate` are
+added to the uploaded card. Exit codes: 0 uploaded, or listed; 1 if the checkpoint cannot be uploaded or the hub refuses
+it; 2 for a refused configuration.
 """
 
 import hashlib
+import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from sparsellm.config import PushConfig, entry_point, push_mistakes
+from sparsellm.evaluation.results import RESULTS
 from sparsellm.hf import card, hub, pretrained
-from sparsellm.runs.layout import HF
+from sparsellm.runs.layout import EVALUATION, HF
 from sparsellm.runs.locate import Checkpoint, CheckpointNotFound, locate, not_found
-from sparsellm.system.console import warn
+from sparsellm.system import regular
+from sparsellm.system.console import quantity, warn
 from sparsellm.system.errors import SparsellmError
 
 CARD = "README.md"
@@ -51,6 +55,9 @@ def main(config: PushConfig) -> int:
             (folder / CARD).write_text(_card(Path(checkpoint.model), config.license), encoding="utf-8")
             for path in _files(checkpoint):
                 (folder / path.name).symlink_to(path.resolve())
+            if tasks := _scores(checkpoint):
+                text = (folder / CARD).read_text(encoding="utf-8")
+                (folder / CARD).write_text(card.scored(text, checkpoint.title, tasks), encoding="utf-8")
             print(_listing(config, checkpoint, folder))
             if config.dry_run:
                 print("dry_run=true: nothing was uploaded")
@@ -62,6 +69,15 @@ def main(config: PushConfig) -> int:
         warn(f"checkpoint={checkpoint} was not uploaded: {' '.join(str(error).split())}")
         return 1
     return 0
+
+
+def _scores(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
+    """The scores that `evaluate` left for these weights, on all rows of each task."""
+    try:
+        found = json.loads(regular.content(checkpoint.output(EVALUATION) / RESULTS))
+        return found["tasks"] if found["identity"] == checkpoint.identity() else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 def _need_hub() -> None:
@@ -139,7 +155,7 @@ def _listing(config: PushConfig, checkpoint: Checkpoint, folder: Path) -> str:
     lines = [
         f"{checkpoint.model} -> {constants.ENDPOINT}/{config.repo}, branch {config.revision}, {private}",
         *(f"  {name:<{names}}  {size:>15,} bytes" for name, size in sizes.items()),
-        f"  {f'{len(sizes)} files':<{names}}  {sum(sizes.values()):>15,} bytes",
+        f"  {quantity(len(sizes), 'file'):<{names}}  {sum(sizes.values()):>15,} bytes",
     ]
     if stay := sorted(path.name for path in Path(checkpoint.model).iterdir() if path.name not in sizes):
         lines.append(f"not uploaded: {', '.join(stay)}")

@@ -124,6 +124,23 @@ def licensed(card: str, name: str) -> str:
     return re.sub(rf"^{LICENCE}: .*?(?=\n\n|\n?\Z)", lambda _: said, card, flags=re.DOTALL | re.MULTILINE)
 
 
+def scored(card: str, name: str, tasks: dict[str, dict[str, Any]]) -> str:
+    """The card of the model `name` with the scores `tasks` of `evaluate`, in its YAML header and in a table.
+
+    Raises ValueError if the header cannot be read.
+    """
+    parsed = _parsed(card)
+    parsed.data.model_name = parsed.data.model_name or name
+    parsed.data.eval_results = [
+        EvalResult("text-generation", task, task, found["metric"], round(found["score"], 4))
+        for task, found in tasks.items()
+    ]
+    table = ["| task | score | metric | rows |", "|---|---|---|---|"]
+    table += [f"| {task} | {t['score']:.4f} | {t['metric']} | {t['rows']:,} |" for task, t in tasks.items()]
+    before, heading, after = str(parsed.content).partition("\n## Licence\n")
+    return "\n".join([before, "## Scores", "", "Zero-shot, by `sparsellm evaluate`.", "", *table, ""]) + heading + after
+
+
 def _parsed(card: str) -> Any:  # a ModelCard, whose data has the fields that the card gives
     try:
         return ModelCard(card)
