@@ -8,13 +8,15 @@ run on the sparse kernels. Exit codes: 0 complete, 1 if the checkpoint cannot be
 import json
 import sys
 import time
+from itertools import pairwise
+from statistics import median
 from typing import TYPE_CHECKING
 
 from sparsellm.config import Dtype, GenerateConfig, Kernels, entry_point, generate_mistakes
 from sparsellm.distributed.groups import device_type
 from sparsellm.hf import hub
 from sparsellm.runs.locate import Checkpoint, CheckpointNotFound, locate, not_found, unreadable
-from sparsellm.system.console import warn
+from sparsellm.system.console import quantity, warn
 
 if TYPE_CHECKING:  # deferred: these imports take seconds
     import torch
@@ -79,9 +81,10 @@ def _load(checkpoint: Checkpoint, device: str, dtype: "torch.dtype | None", kern
 
     with hub.offline(checkpoint.folder is not None or not hub.answers(f"checkpoint={checkpoint}")):
         checkpoint.identity()
-        generator = Generator.load(checkpoint.model, device, dtype, kernels=kernels.name)
+        obstacle = precision.obstacle(kernels, device)
+        on_cpu = device == "cpu" and kernels == Kernels.auto  # the line of `computation` says so
+        generator = Generator.load(checkpoint.model, device, dtype, kernels=None if on_cpu else kernels.name)
     why = precision.default_on(device) if dtype is None else f"dtype={precision.dtype_name(dtype)}"
-    obstacle = precision.obstacle(kernels, device)
     if obstacle is None and not is_accelerated(generator.decoder):
         obstacle = backend.available()[1] or "they compute ReLU gates"
     warn(precision.computation(generator.dtype, why, obstacle))
@@ -91,10 +94,11 @@ def _load(checkpoint: Checkpoint, device: str, dtype: "torch.dtype | None", kern
 def _write_one(generator: "Generator", prompts: list[str], new_tokens: int, sampling: "Sampling", seed: int) -> None:
     """Write the prompt and stream its continuation."""
     prompt, ids = generator.tokenizer(prompts[0]).input_ids, list[int]()
-    shown, start = 0, time.perf_counter()  # characters
+    shown, times = 0, [time.perf_counter()]  # characters; the start, and when each token came
     stream = generator.stream([prompt], new_tokens, sampling, seed)
     print(prompts[0], end="", flush=True)
     for (token,) in stream:
+        times.append(time.perf_counter())
         if token is None or token in generator.stop:
             break
         ids.append(token)
@@ -102,8 +106,15 @@ def _write_one(generator: "Generator", prompts: list[str], new_tokens: int, samp
         print(text[shown:], end="", flush=True)
         shown = max(shown, len(text))  # with byte tokens, the text may get shorter until a character is complete
     print(generator.continuation(prompt, ids)[shown:], flush=True)
-    seconds = time.perf_counter() - start
-    print(f"sparsellm: {len(ids)} tokens in {seconds:.2f} s, {len(ids) / seconds:,.0f} tokens/s", file=sys.stderr)
+    told = (
+        f"sparsellm: prompt of {quantity(len(prompt), 'token')} in {times[1] - times[0]:.2f} s (setup included), then"
+    )
+    told += f" {quantity(len(ids), 'token')}"
+    if len(times) > 2:
+        # The median leaves out the steps in which kernels are loaded and CUDA graphs are captured.
+        seconds = median(after - before for before, after in pairwise(times[1:]))
+        told += f" at {1e3 * seconds:.2f} ms per token (median), {1 / seconds:,.0f} tokens/s"
+    print(told, file=sys.stderr)
 
 
 def _write_all(generator: "Generator", prompts: list[str], new_tokens: int, sampling: "Sampling", seed: int) -> None:

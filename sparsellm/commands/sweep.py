@@ -23,7 +23,7 @@ from sparsellm.sweep import commands, report
 from sparsellm.sweep.launch import Launcher, Work
 from sparsellm.sweep.plan import Point, Sweep, plan
 from sparsellm.sweep.progress import Progress
-from sparsellm.system.console import warn
+from sparsellm.system.console import quantity, warn
 from sparsellm.system.files import write_whole
 
 POLL = 0.1  # seconds between checks of the running commands and of signals
@@ -46,7 +46,7 @@ def main(arguments: list[str], program: str) -> int:
     if sweep.options.mode == SweepMode.slurm:
         script = sweep.folder / "slurm.sh"
         write_whole(script, commands.slurm_script(sweep, arguments))
-        print(f"{script} starts {len(sweep.points)} runs, one per task: sbatch {script}")
+        print(f"{script} starts {quantity(len(sweep.points), 'run')}, one per task: sbatch {script}")
         return 0
     return run(sweep)
 

@@ -3,6 +3,7 @@
 One process uses one kind of kernels, because the tensors saved for backward differ between kinds.
 """
 
+from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -11,6 +12,7 @@ from sparsellm.ops import build, cuda
 from sparsellm.ops.compiler import KernelsUnavailable
 from sparsellm.system.console import is_main_rank, warn
 
+DRIVER = Path("/proc/driver/nvidia/version")  # exists where the driver of an NVIDIA GPU is loaded
 NAMES = {"cuda": "the CUDA kernels", "triton": "the Triton kernels"}
 # The driver of the Triton kernels once they are loaded. The driver is global to the process, like the CUDA kernels'
 # library (sparsellm.ops.build): a registered operator receives only tensors, so it must find its kernels when it runs.
@@ -56,11 +58,12 @@ def available() -> tuple[bool, str]:
     except build.NamedKernelsUnusable:
         raise
     except KernelsUnavailable as error:
-        if str(error) not in _said and is_main_rank():
+        why = str(error) if torch.cuda.is_available() or DRIVER.exists() else "this machine has no NVIDIA GPU"
+        if why not in _said and is_main_rank():
             missing = NAMES[of_this_machine()]
-            warn(f"PyTorch computes the feedforward layers because {missing} are unavailable: {error}")
-        _said.add(str(error))
-        return False, str(error)
+            warn(f"PyTorch computes the feedforward layers because {missing} are unavailable: {why}")
+        _said.add(why)
+        return False, why
     return True, ""
 
 

@@ -36,7 +36,7 @@ from sparsellm.runs.committed import UNREADABLE, recorded
 from sparsellm.runs.layout import CHECKPOINTS, CONFIG, STATE, VALUES, WAITING_ROW, checkpoint, checkpoints_by_step
 from sparsellm.runs.retention import Retention, last_common_step
 from sparsellm.system import locks, regular
-from sparsellm.system.console import warn
+from sparsellm.system.console import quantity, warn
 from sparsellm.system.errors import SparsellmError
 from sparsellm.system.files import sync, unused
 
@@ -126,7 +126,10 @@ def _set_decay_aside(folder: Path, steps: int, start: int) -> None:
             aside = unused(path.with_name(f"{path.name}.decayed"))
             path.rename(aside)
             sync(aside.parent)
-            warn(f"{aside} holds a checkpoint of the run's decay at {steps:,} steps: remove it if you do not need it")
+            warn(
+                f"{aside} holds a checkpoint of the run's decay at {quantity(steps, 'step')}: remove it if you do not"
+                " need it"
+            )
 
 
 def is_finished(run: RunConfig, steps: int) -> bool:
@@ -247,8 +250,8 @@ def open_folder(config: Config, ranks: Ranks) -> Iterator[tuple[Config, Path]]:
                     _set_decay_aside(folder, begun.training.steps, start)
                     warn(
                         f"{folder.name} is extended from {begun.training.steps:,} to {steps:,} steps, with its warm-up"
-                        f" of {warmup:,} steps: it resumes from its last checkpoint up to step {start:,}, the last step"
-                        " that both share"
+                        f" of {quantity(warmup, 'step')}: it resumes from its last checkpoint up to step {start:,},"
+                        " the last step that both share"
                     )
             try:
                 save(as_of(folder.name, warmup), folder / CONFIG)

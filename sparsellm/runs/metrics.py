@@ -33,7 +33,7 @@ from sparsellm.ops.host_copy import to_host
 from sparsellm.runs.divergence import LossRange
 from sparsellm.runs.mfu import mfu, peak_flops
 from sparsellm.system import regular
-from sparsellm.system.console import warn
+from sparsellm.system.console import quantity, warn
 from sparsellm.system.errors import SparsellmError
 from sparsellm.system.files import unused, write_whole
 
@@ -462,16 +462,17 @@ class MetricsFile:
             if not skip_damaged:
                 raise MetricsError(
                     f"{what}. The checkpoint to resume from is intact: restore the file, or continue with the"
-                    f" {len(kept):,} readable rows with run.skip_damaged=true, which keeps a copy of the damaged file"
+                    f" {quantity(len(kept), 'readable row')} with run.skip_damaged=true, which keeps a copy of the"
+                    " damaged file"
                 )
             aside = unused(path.with_name(path.name + ".damaged"))
             if path.exists():
                 path.rename(aside)
-            warn(f"{what}; {len(kept):,} rows are kept, and the damaged file is renamed to {aside.name}")
+            warn(f"{what}; kept {quantity(len(kept), 'row')}, and renamed the damaged file to {aside.name}")
             content = b"".join(map(_line, kept))
         elif len(found.rows) > len(kept):
             cut = len(found.rows) - len(kept)
-            warn(f"{path}: removed {cut:,} rows that the resumed run will write again")
+            warn(f"{path}: removed {quantity(cut, 'row')} that the resumed run will write again")
         write_whole(path, content)
         self._file = regular.to_write(path, "r+b", buffering=0)
         self._bytes, self._digest = len(content), xxhash.xxh3_64(content)  # what was written so far

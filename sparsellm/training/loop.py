@@ -159,9 +159,10 @@ class Trainer:
         a teacher that cannot be read or has changed.
         """
         self._resume()
-        if self.step >= (steps := self.config.training.steps) and self.row is None:
+        if self.step >= self.config.training.steps and self.row is None:
             self.ranks.say(
-                f"sparsellm: {self.folder.name} has a checkpoint at step {self.step:,}; all {steps:,} steps are done"
+                f"sparsellm: {self.folder.name} has a checkpoint at step {self.step:,}, its last step: nothing is left"
+                " to train"
             )
             return 0
         if self.config.distill.teacher is not None:

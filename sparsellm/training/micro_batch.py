@@ -28,7 +28,7 @@ from sparsellm.distributed.groups import Ranks, gather, on_main
 from sparsellm.ops import Engine, Plan
 from sparsellm.runs.metrics import StepSums
 from sparsellm.system import regular
-from sparsellm.system.console import warn
+from sparsellm.system.console import quantity, warn
 from sparsellm.system.errors import SparsellmError
 from sparsellm.system.files import write_whole
 from sparsellm.training.memory import GIB, UNMEASURED, UNSHARED, Gpu, StepMemory, Usage, give_back
@@ -326,7 +326,7 @@ class MicroBatch:
 
     def __str__(self) -> str:
         """The size, and the memory by use in GiB, which is an estimate unless passes were measured."""
-        said = f"{self.size} of {self.share} sequences"
+        said = f"{self.size} of {quantity(self.share, 'sequence')}"
         if self.gpu is None:
             return said
         found, peak, available = self.usage(self.size), self.peak, self.gpu.available()

@@ -74,6 +74,16 @@ def test_auto_says_once_why_there_are_no_kernels(machine, monkeypatch, capsys):
     )
 
 
+def test_a_machine_without_a_gpu_is_not_told_what_to_install(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(backend, "_said", set())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(backend, "DRIVER", tmp_path / "none")
+    assert backend.available() == (False, "this machine has no NVIDIA GPU")
+    assert "unavailable: this machine has no NVIDIA GPU" in capsys.readouterr().err
+    monkeypatch.setattr(backend, "DRIVER", tmp_path)  # a GPU, and a torch that cannot use it
+    assert "CUDA" in backend.available()[1]
+
+
 def test_saved_bytes_are_those_of_the_kernels_that_are_loaded(machine):
     machine()
     backend.load("triton")

@@ -78,7 +78,7 @@ def test_a_damaged_row_is_named_by_its_line_and_left_out_only_on_request(tmp_pat
     MetricsFile(path, 10, saved_with(1, 5, 10), skip_damaged=True).close()
     assert [row["step"] for row in read(path)] == [1, 5, 10]
     assert (tmp_path / f"{METRICS}.damaged").read_bytes() == whole
-    assert "3 rows are kept" in capsys.readouterr().err
+    assert "kept 3 rows, and renamed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("left", [None, b"", b'{"step'], ids=["missing", "empty", "torn"])
@@ -114,7 +114,7 @@ def test_damage_after_the_checkpoint_is_cut_off_with_what_is_trained_again(tmp_p
     path.write_bytes(rows(1, 10, 20).encode() + b"\0" * 100 + b"\n")
     MetricsFile(path, 10, saved_with(1, 10)).close()
     assert [row["step"] for row in read(path)] == [1, 10]
-    assert "removed 1 rows that the resumed run will write again" in capsys.readouterr().err
+    assert "removed 1 row that the resumed run will write again" in capsys.readouterr().err
 
 
 def test_a_file_that_grew_by_a_terabyte_of_zeros_is_not_read_to_its_end(tmp_path):

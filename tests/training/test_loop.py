@@ -567,7 +567,7 @@ def test_resume_restores_the_random_state_and_a_finished_run_stays_as_it_is(tmp_
         assert trainer.fit() == 0
         assert torch.equal(torch.get_rng_state(), state)
     assert (tmp_path / "run" / METRICS).read_bytes() == written
-    assert "run has a checkpoint at step 12; all 12 steps are done" in capsys.readouterr().err
+    assert "run has a checkpoint at step 12, its last step: nothing is left" in capsys.readouterr().err
 
 
 @pytest.mark.slow
