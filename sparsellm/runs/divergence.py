@@ -66,4 +66,4 @@ class LossRange:
         if self.best is None or self.ce is None:
             return "there is no cross entropy yet"
         rise = f"{self.ce - self.best.ce:,.3f} above its best at step {self.best.step:,}"
-        return f"the cross entropy is {self.ce:,.3f} (median of {SPAN} steps), {rise}"
+        return f"the cross entropy is {self.ce:,.3f} (median of the last {SPAN} steps), {rise}"

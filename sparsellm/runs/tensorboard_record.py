@@ -26,7 +26,12 @@ class TensorboardRun:
         self._writer = SummaryWriter(str(self.folder), purge_step=begin + 1)
 
     def write(self, row: dict[str, Any]) -> None:
-        self._attempt(lambda: [self._writer.add_scalar(key, value, row["step"]) for key, value in scalars(row).items()])
+        def add() -> None:
+            for key, value in scalars(row).items():
+                self._writer.add_scalar(key, value, row["step"])
+            self._writer.flush()  # torch would wait for two minutes, and a run that ends with an error would lose rows
+
+        self._attempt(add)
 
     def close(self) -> None:
         self._attempt(lambda: self._writer.close())

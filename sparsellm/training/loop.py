@@ -465,7 +465,7 @@ class Trainer:
         if config.training.stop_on_divergence and file.loss_range.outside:
             raise TrainingDiverged(
                 f"{config.run.name} diverged at step {file.loss_range.exits[-1]:,}: {file.loss_range}. To continue from"
-                f" step {self.step:,} anyway, add training.stop_on_divergence=false; otherwise choose another run.name"
+                f" step {self.step:,} anyway, use training.stop_on_divergence=false; otherwise choose another run.name"
                 " and a lower optimizer.learning_rate"
             )
         wandb = WandbRun(config, self.folder)

@@ -1,8 +1,12 @@
 """The peak FLOP/s of GPUs by the names that torch gives them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from small_run import small_config
 
+from sparsellm.runs import report
 from sparsellm.runs.mfu import peak_flops
 
 
@@ -27,3 +31,11 @@ def test_a_gpu_has_the_peak_of_its_data_sheet(monkeypatch, name, teraflops):
 
 def test_a_cpu_has_no_known_peak():
     assert peak_flops(torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize(("name", "said"), [("Tesla T4", 1), ("NVIDIA A100-SXM4-80GB", 0)])
+def test_a_run_on_a_gpu_of_unknown_peak_says_so_once(monkeypatch, tmp_path, name, said):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: name)
+    ranks = SimpleNamespace(device=torch.device("cuda"), world_size=1)
+    text = report.opening(small_config(), ranks, 1, "in PyTorch", 1, tmp_path)
+    assert text.count("  MFU                 not computed, because the peak FLOP/s of this GPU is unknown") == said

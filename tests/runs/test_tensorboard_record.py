@@ -24,6 +24,9 @@ class Writer:
             raise OSError("No space left on device")
         self.added.append(values)
 
+    def flush(self):
+        self.flushed = len(self.added)
+
     def close(self):
         self.closed = True
 
@@ -39,6 +42,7 @@ def test_a_resumed_run_writes_the_numbers_of_its_rows_over_those_of_an_earlier_s
     record.close()
     assert (record._writer.folder, record._writer.purge_step) == (f"{tmp_path}/tensorboard", 3)
     assert record._writer.added == [(key, value, 3) for key, value in SCALARS.items()]
+    assert record._writer.flushed == len(SCALARS)
     assert record._writer.closed
 
 

@@ -53,7 +53,7 @@ def test_a_diverging_run_is_named_and_stops_only_if_asked(tmp_path, capsys, aler
     assert "The run ends with a checkpoint" in shown.err
     assert f"ended after step {trainer.step}, because its loss diverges" in shown.out
     with small_trainer(tmp_path / "run", *STOPPING) as trainer:
-        refused = rf"diverged at step {exit_step}: .* add training\.stop_on_divergence=false"
+        refused = rf"diverged at step {exit_step}: .* use training\.stop_on_divergence=false"
         with pytest.raises(TrainingDiverged, match=refused):
             trainer.fit()
     with small_trainer(tmp_path / "run", *DIVERGING) as trainer:
