@@ -7,10 +7,12 @@ import os
 import random
 import shutil
 import socket
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from types import SimpleNamespace
 
 import lm_eval
 import numpy as np
@@ -39,7 +41,7 @@ from sparsellm.config import (
     takes_kernels,
 )
 from sparsellm.distributed.groups import process_group
-from sparsellm.evaluation import checkpoint, downstream, request, results, tasks
+from sparsellm.evaluation import checkpoint, downstream, record, request, results, tasks
 from sparsellm.evaluation.checkpoint import evaluate_checkpoint
 from sparsellm.hf import hub
 from sparsellm.inference import accelerate
@@ -593,6 +595,27 @@ def test_scores_reach_the_run_record(monkeypatch):
     assert table.data == [["piqa", 0.5, 0.01, "acc_norm", 7]]
     assert record.metric == ("evaluation/*", "evaluation/step")
     assert record.summary == {"evaluation/mean": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("of_the_run", "mode", "recorded"),
+    [("online", "offline", "offline"), ("offline", "online", "offline"), ("disabled", "online", "disabled")],
+)
+def test_the_environment_asks_for_no_more_of_a_record_than_the_run_did(monkeypatch, of_the_run, mode, recorded):
+    modes = []
+
+    def record_of(config, _folder):
+        modes.append(config.logging.wandb.name)
+        raise OSError("no record here")
+
+    run = SimpleNamespace(run=Path("runs/r"))
+    monkeypatch.setattr(record, "locate", lambda _checkpoint: run)
+    monkeypatch.setattr(record.run_folder, "claim", lambda _run: nullcontext())
+    monkeypatch.setattr(record, "load", lambda _path: from_overrides([f"logging={of_the_run}"]))
+    monkeypatch.setattr(record, "WandbRun", record_of)
+    monkeypatch.setenv("WANDB_MODE", mode)
+    record.record({"checkpoint": "r"})
+    assert modes == [recorded]
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason=f"{SHARED} is not here")

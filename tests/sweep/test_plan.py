@@ -142,6 +142,14 @@ def test_files_of_ones_own_reach_every_run(tmp_path):
     assert "run.name in a sweep: a run's name follows from its configuration; leave it out" in refused(*arguments)
 
 
+def test_a_group_in_the_environment_is_left_to_the_runs(monkeypatch):
+    sweep = plan(["experiment=smoke", COEFFICIENTS])
+    grouped = [commands.GROUP in " ".join(commands.train(sweep, sweep.points[0]))]
+    monkeypatch.setenv("WANDB_RUN_GROUP", "night")
+    grouped.append(commands.GROUP in " ".join(commands.train(sweep, sweep.points[0])))
+    assert grouped == [True, False]
+
+
 def test_printed_commands_are_those_that_would_run():
     arguments = ["experiment=smoke", COEFFICIENTS, "run.root='my runs'", "sweep.mode=print"]
     sweep = plan(arguments)
