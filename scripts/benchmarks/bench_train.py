@@ -10,9 +10,10 @@ Each variant is the trainer itself on its real data. Variants alternate, and eac
 Printed for each variant: the median step of all rounds as tokens/s, its spread over rounds, MFU
 (sparsellm/runs/metrics.py), peak memory, memory between steps (`states`: weights and moments) and its ratio to the
 expected value (12 bytes per parameter, sharded by runtime.shard), the fraction of the step in which the host waited for
-data, the energy per token of all GPUs (NVML's counter over the measured steps), nonzeros per token and layer, and each
-layer's engine after the last step. Ratios are to the first variant at the same micro-batch. On one GPU, a variant that
-runs out of memory is shown as OOM, and the others continue.
+data, the energy per token of all GPUs (NVML's counter over the measured steps), nonzeros per token and layer, each
+layer's engine after the last step, and with --trace the fraction of a traced step in which the GPU ran only NCCL.
+Ratios are to the first variant at the same micro-batch. On one GPU, a variant that runs out of memory is shown as OOM,
+and the others continue.
 
 --firing gives all variants the same weights, shaped to fire a mean number of neurons per token, or at the `recorded`
 rates (shaped_models.py). These weights are frozen, so that sparsity does not change: the learning rate is 0, which also
@@ -28,11 +29,14 @@ import os
 import statistics
 from contextlib import closing
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from scripts.benchmarks import harness, patterns, shaped_models
 from scripts.benchmarks.harness import cell
@@ -50,12 +54,35 @@ from sparsellm.training.run import check, device_type, set_determinism
 RECORDED = "recorded"
 
 
+def communication_share(trace: profile) -> float | None:
+    """The fraction of the traced time in which this GPU ran NCCL's kernels and no others. None without a GPU."""
+    kernels = [event for event in trace.events() if event.device_type == DeviceType.CUDA]
+    if not kernels:
+        return None
+    edges = []  # (time, change of NCCL's running kernels, change of others')
+    for event in kernels:
+        nccl = "nccl" in event.name.lower()
+        edges += [(event.time_range.start, nccl, not nccl), (event.time_range.end, -nccl, -(not nccl))]
+    edges.sort()
+    alone, running, others = 0.0, 0, 0
+    for (start, *changes), (end, *_) in pairwise(edges):
+        running, others = running + changes[0], others + changes[1]
+        alone += end - start if running and not others else 0
+    return alone / (edges[-1][0] - edges[0][0])
+
+
 def measure(
-    config: Config, ranks: Ranks, opened: data.Data, weights: dict[str, Tensor] | None, warmup: int, steps: int
+    config: Config,
+    ranks: Ranks,
+    opened: data.Data,
+    weights: dict[str, Tensor] | None,
+    warmup: int,
+    steps: int,
+    traced: bool = False,
 ) -> dict:
     """Build one trainer and measure its steps after a warm-up: seconds per step, memory, energy, counts, engines.
 
-    weights: the decoder's weights, instead of the trainer's initial ones.
+    weights: the decoder's weights, instead of the trainer's initial ones. traced: trace one more step for NCCL's share.
     """
     with prepared_trainer(config, ranks, opened, weights) as (trainer, batches):
         first = trainer.micro_batch.size
@@ -69,6 +96,10 @@ def measure(
             clocks.append(clock)
         energy = math.nan if energy is None else energy_mj(ranks.device) - energy
         states = torch.cuda.memory_allocated(ranks.device) if ranks.device.type == "cuda" else None
+        if traced:
+            with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+                trainer.advance(batches)
+                torch.cuda.synchronize() if ranks.device.type == "cuda" else None
     engines = trainer.plans and trainer.plans.engines
     energy = torch.tensor(energy, dtype=torch.float64)
     dist.all_reduce(energy)
@@ -82,7 +113,7 @@ def measure(
         "nonzeros": None, "union": None, "rest_calls": None,
         "engines": engines, "settled": engines == chosen,
         "chosen_by": trainer.plans and trainer.plans.policy.chosen_by(*trainer.plans.layer),
-        "micro_batches": (first, trainer.micro_batch.size),
+        "micro_batches": (first, trainer.micro_batch.size), "nccl": communication_share(trace) if traced else None,
     }  # fmt: skip
     if sums.nnz is not None:
         counted = torch.stack([sums.nnz, sums.union, sums.rest_calls]).double()
@@ -177,6 +208,7 @@ def rows(runs: list[tuple[str, Config]], results: list[list[dict | None]], peak:
             "data_wait": max(r["wait"] for r in rounds),
             "mj_per_token": None if None in energies else statistics.mean(energies),
             **{key: last[key] for key in ("nonzeros", "union", "rest_calls", "engines", "chosen_by", "micro_batches")},
+            "nccl": last["nccl"],
             "settled": all(r["settled"] for r in rounds),
         }  # fmt: skip
         for ratio, key in (("ratio", "tokens_per_s"), ("peak_ratio", "peak_bytes"), ("mj_ratio", "mj_per_token")):
@@ -220,7 +252,7 @@ def _line(row: dict) -> dict[str, str]:
         "states GiB": cell(row["states_bytes"] and row["states_bytes"] / GIB, ".2f"),
         "of expected": cell(row["states_ratio"], ".3f"), "data wait": f"{row['data_wait']:.2%}",
         "mJ/token": cell(row["mj_per_token"], ".2f"), "mJ ratio": cell(row["mj_ratio"], ".3f"),
-        "nonzeros": cell(row["nonzeros"] and statistics.mean(row["nonzeros"]), ".1f"),
+        "nonzeros": cell(row["nonzeros"] and statistics.mean(row["nonzeros"]), ".1f"), "NCCL": cell(row["nccl"], ".1%"),
     }  # fmt: skip
 
 
@@ -244,6 +276,7 @@ def main(arguments: list[str] | None = None) -> None:
     patterns.add_activations(parser)
     patterns.add_locality(parser)
     parser.add_argument("--soon", action="store_true", help="choose engines and micro-batches within a few steps")
+    parser.add_argument("--trace", action="store_true", help="trace one more step for the share of communication alone")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--warmup", type=int, default=5, help="steps, in every round")
     parser.add_argument("--steps", type=int, default=15, help="measured steps, in every round")
@@ -295,7 +328,7 @@ def main(arguments: list[str] | None = None) -> None:
         for _ in range(args.rounds):
             for config, each, rounds in zip(configs, opened, results, strict=True):
                 if None not in rounds:
-                    rounds.append(measured(config, ranks, each, weights, args.warmup, args.steps))
+                    rounds.append(measured(config, ranks, each, weights, args.warmup, args.steps, args.trace))
         if not ranks.is_main:
             return
         name = torch.cuda.get_device_name() if ranks.device.type == "cuda" else "CPU"
