@@ -27,13 +27,13 @@ class SparseFeedForward(nn.Module):
     """The feedforward layer of Llama with ReLU, y = down(relu(gate(x)) * up(x)), on the sparse kernels.
 
     x [..., K] -> y [..., K]. The parameters are those of transformers' `LlamaMLP`: gate_proj, up_proj and down_proj,
-    without biases. Keep them in float32 and train under autocast, or convert the layer to bfloat16: the sparse engines
-    compute in bfloat16 on a GPU, and PyTorch computes everything else. DDP, FSDP2, activation checkpointing,
-    torch.compile and CUDA graphs work as for other layers.
+    without biases. Keep the parameters in float32 and train under autocast, or convert the layer to bfloat16: the
+    sparse engines compute in bfloat16 on a GPU, and PyTorch computes all other calls. docs/TRAINING.md says how the
+    layer works with DDP, FSDP2, activation checkpointing, torch.compile and CUDA graphs.
 
-    The layer starts on dense kernels, and switches to sparse ones as soon as its own counts say that they are faster.
-    It chooses at the steps of the torch.optim optimizer that updates its weights. If there is a process group, all of
-    its ranks count and choose together, so each rank must train all layers.
+    The layer starts on dense kernels, and switches to sparse kernels as soon as its own counts say that sparse kernels
+    are faster. The layer chooses at the steps of the torch.optim optimizer that updates its weights. The ranks of the
+    default process group, if there is one, count and choose together, so each rank must train all layers.
 
     Args:
         hidden: K, a multiple of 8.
@@ -42,7 +42,7 @@ class SparseFeedForward(nn.Module):
         activation: "relu", whose zeros are exact.
 
     Raises:
-        ValueError: A size or the activation is none of these.
+        ValueError: A size or the activation is not supported.
     """
 
     down_proj: nn.Linear

@@ -1,13 +1,13 @@
 """Chooses the engines of layers in training, from the nonzero counts of earlier steps (DESIGN §4).
 
-Every DECIDE_EVERY steps, the nonzeros of a step are summed over the ranks and copied to the host without blocking. They
-decide the plans that hold from DELAY steps later on. At that point the host waits for the counted step while the device
-still computes the step after it. So all ranks make the same decisions before the same steps.
+Every DECIDE_EVERY steps, the nonzeros of a step s are summed over the ranks and copied to the host without blocking.
+These counts decide the plans of step s + DELAY and later. Right before that step, the host waits for step s while the
+device still computes step s + 1. So all ranks make the same decisions before the same steps.
 
-Our trainer calls this in its loop (training/plans.py). In any other loop, torch itself reports the steps: the end of
-`Optimizer.step` of an optimizer is a step of the layers whose weights that optimizer updates (`choose_in_training`).
-Plans change only there, so the recomputation of a forward pass finds the plan of that pass. A step in which no layer
-ran Python code, such as the replay of a CUDA graph, is not counted.
+Our trainer knows its steps (training/plans.py). In any other loop, torch reports the steps: when `Optimizer.step` ends,
+the layers whose weights the optimizer updates count or decide (`choose_in_training`). Plans change only between steps,
+because a recomputation must find the plan of its forward pass. A step in which no layer ran Python code, such as the
+replay of a CUDA graph, is not counted.
 """
 
 import weakref

@@ -112,6 +112,29 @@ def test_gradients_are_right_in_either_mode(name, hollow):
         assert set(hollow.engines) == engines
 
 
+@pytest.mark.parametrize("name", ["llama", "arcee"])
+def test_a_model_that_trains_has_the_gradients_of_its_own_blocks_and_of_the_l1_term(name):
+    def gradients(l1_loss):
+        (model(ids, labels=ids).loss + 0.1 * l1_loss()).backward()
+        found = [parameter.grad for parameter in model.parameters()]
+        model.zero_grad()
+        return found
+
+    model, ids, terms = make(name).train(), tokens(9, 2), []
+    hooks = [
+        block.down_proj.register_forward_pre_hook(lambda _module, inputs: terms.append(inputs[0].abs().sum() / 18))
+        for block in blocks(model)
+    ]
+    expected = gradients(lambda: sum(terms))
+    for hook in hooks:
+        hook.remove()
+    sparsellm.accelerate(model, training=True)
+    for ours, theirs in zip(gradients(lambda: sparsellm.l1_loss(model)), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=TOLERANCE * theirs.abs().max().item())
+    model.eval()
+    assert_same(logits(model, ids), logits(sparsellm.restore(model), ids))
+
+
 def test_a_copy_of_an_accelerated_model_is_a_model_of_its_own(hollow):
     model = sparsellm.accelerate(make("llama"), "cuda")
     other = copy.deepcopy(model)
@@ -214,6 +237,8 @@ def test_arguments_are_refused(hollow):
     for kernels, engine in (("cuda", "fast"), ("torch", "row")):
         with pytest.raises(ValueError, match=f"engine is '{engine}' with kernels='{kernels}'"):
             sparsellm.accelerate(model, kernels, engine)
+    with pytest.raises(ValueError, match="engine is 'tile' with training=True: it should be None"):
+        sparsellm.accelerate(model, "cuda", "tile", training=True)
     sparsellm.accelerate(model, "cuda")
     with pytest.raises(ValueError, match=r"accelerated already: call sparsellm.restore\(model\) first"):
         sparsellm.accelerate(model, "cuda")
