@@ -21,6 +21,7 @@ from sparsellm.runs.precision import computation, computed_in, dtype_name
 from sparsellm.system import regular
 from sparsellm.system.console import progress, warn
 from sparsellm.system.files import write_whole
+from sparsellm.system.packages import needed_by
 
 if TYPE_CHECKING:  # deferred: importing transformers' models takes two seconds
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -111,7 +112,8 @@ def analyze_checkpoint(config: AnalyzeConfig) -> tuple[dict[str, Any], Path]:
 def _draw(folder: Path, title: str, results: dict[str, Any], counted: activity.Activity) -> None:
     """Write the figures. The first error stops this and is reported as a warning."""
     try:
-        from sparsellm.analysis import figures  # deferred: importing it takes 0.5 s
+        with needed_by("drawing"):
+            from sparsellm.analysis import figures  # deferred: importing it takes 0.5 s
 
         for name, content in figures.draw(title, results, counted).items():
             write_whole(folder / name, content)

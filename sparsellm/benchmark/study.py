@@ -17,6 +17,7 @@ from sparsellm.runs.locate import locate, text_mistakes
 from sparsellm.runs.precision import computation, default_on, dtype_name
 from sparsellm.system.console import say, warn
 from sparsellm.system.files import write_whole
+from sparsellm.system.packages import needed_by
 from sparsellm.system.provenance import provenance
 from sparsellm.training.memory import give_back
 
@@ -84,8 +85,9 @@ def _draw(path: Path, results: dict[str, Any]) -> None:
     try:
         path.unlink(missing_ok=True)  # an earlier benchmark's results
         # deferred: importing matplotlib takes half a second, and a wrong command should fail at once
-        from sparsellm.benchmark import figure
-        from sparsellm.figures import drawn
+        with needed_by("drawing"):
+            from sparsellm.benchmark import figure
+            from sparsellm.figures import drawn
 
         for content in drawn({path.name: lambda: figure.draw(results)}).values():
             write_whole(path, content)
