@@ -430,7 +430,7 @@ def test_scores_of_these_weights_are_added_to_the_card_that_is_sent(run, online)
     (checkpoint.folder / "evaluation").mkdir()
     for identity, shown in (("of other weights", False), (found["identity"], True)):
         (checkpoint.folder / "evaluation/results.json").write_text(json.dumps(found | {"identity": identity}))
-        assert push(f"checkpoint={run}", REPO, LICENCE) == 0
+        assert push(f"checkpoint={run}", REPO, LICENCE, "overwrite=true") == 0
         text = online.repos["somebody/tiny"].branches["main"]["README.md"].decode()
         assert ("\n## Scores\n" in text) == ("| piqa | 0.6250 | acc_norm | 1,838 |" in text) == shown
         assert "\n## Licence\n" in text

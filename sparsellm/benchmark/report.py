@@ -17,6 +17,8 @@ BENCHMARK_MD, BENCHMARK_PNG = "benchmark.md", "benchmark.png"  # in the folder o
 PHASES = ("forward", "training", "prefill", "decode")
 OUT_OF_MEMORY = "out of memory"
 
+FIRST = 3  # columns that say what a row is about: model, size, and what computes it
+
 Row = dict[str, Any]
 Table = list[list[str]]  # the header first
 
@@ -42,7 +44,7 @@ def ratio(checkpoint: Row, side: str, phase: str, key: str) -> float | None:
 
 def text(results: Row) -> str:
     """The results as plain text."""
-    parts = ["\n".join(aligned(table)) for table in tables(results)]
+    parts = ["\n".join(aligned(table, FIRST)) for table in tables(results)]
     return "\n\n".join([measured_on(results), *parts, "\n".join(notes(results))])
 
 

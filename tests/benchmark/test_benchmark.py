@@ -85,7 +85,8 @@ def test_a_run_is_measured_on_its_held_out_text_without_a_gpu(run, capsys):
 
 
 @pytest.mark.slow
-def test_sizes_stand_side_by_side_each_with_its_baseline(run, bare, silu, text, tmp_path, kernels, capsys):
+def test_sizes_stand_side_by_side_each_with_its_baseline(run, bare, silu, text, tmp_path, kernels, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "250")  # no table continues below
     output = run / LAST / "evaluation"
     output.mkdir()
     scores = {"identity": locate(str(run)).identity(), "mean": 0.4321, "validation": {"loss": 2.5}}
