@@ -18,11 +18,11 @@ MODES = {
 
 
 class Variable(NamedTuple):
-    """A variable that is set."""
+    """An environment variable that is set."""
 
     name: str
     text: str
-    value: Any  # plain value for its key
+    value: Any  # the value for its key of `logging`
     mistake: str | None = None  # what the text should be, if it is not valid; such a variable is ignored
 
 

@@ -10,9 +10,9 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, NamedTuple
 
-SPAN = 100  # steps that the median covers
-LEAST = 5  # rows in a median that is judged
-NATS = 1.0  # a dense model that becomes sparse, or restarts with a warm-up, loses up to 0.4 (docs/results)
+SPAN = 100  # number of steps that the median covers
+LEAST = 5  # minimum number of rows in a median, below which nothing counts as divergence
+NATS = 1.0  # dense models that become sparse, or restart with a warm-up, lose up to 0.4 for a while (docs/results)
 DEVIATIONS = 10  # a loss over few tokens per step is noisy, so its range is wider
 
 
@@ -21,16 +21,16 @@ class Best(NamedTuple):
 
     step: int
     ce: float
-    deviation: float  # of the change from one row to the next: its median distance from the median change
+    deviation: float  # noise: how far a row's change from the previous row is from the median change, as a median
 
 
 class LossRange:
-    """The range of the loss after `rows` of metrics.jsonl; `add` continues it with further steps."""
+    """Tracks whether the loss is in its range, over `rows` of metrics.jsonl and then over each step that is added."""
 
     def __init__(self, rows: Iterable[dict[str, Any]] = ()) -> None:
         self.recent: list[tuple[int, float]] = []  # step and cross entropy of the rows of the last SPAN steps
         self.best: Best | None = None
-        self.ce: float | None = None  # smoothed
+        self.ce: float | None = None  # the last smoothed cross entropy
         self.exits: list[int] = []  # steps at which the loss left its range
         self.outside = False
         for row in rows:

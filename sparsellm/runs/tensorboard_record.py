@@ -12,12 +12,12 @@ FOLDER = "tensorboard"  # in the run's folder
 
 
 class TensorboardRun:
-    """Event files for the rows after step `begin`, instead of the later rows that an earlier start may have written."""
+    """Writes the rows after step `begin`. TensorBoard then hides later rows that an earlier start may have written."""
 
     def __init__(self, folder: Path, begin: int) -> None:
         self.folder = folder / FOLDER
         self._writer: Any = None
-        self._lacking = False  # whether a row could not be written; later rows are not tried
+        self._lacking = False  # whether writing failed, after which no row is written
         self._attempt(lambda: self._open(begin))
 
     def _open(self, begin: int) -> None:

@@ -18,7 +18,7 @@ class EnergyMeter:
         self._before: tuple[int, int] | None = None  # millijoules, tokens
 
     def mj_per_token(self, tokens: int) -> float:
-        """Millijoules per token since the last call, after `tokens` tokens; NaN for the first call or if unknown."""
+        """Millijoules per token since the last call; NaN if unknown, and at first. `tokens`: the run's so far."""
         now, before = millijoules(self.device), self._before
         self._before = None if now is None else (now, tokens)
         return math.nan if now is None or before is None else (now - before[0]) / (tokens - before[1])

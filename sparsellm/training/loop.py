@@ -65,7 +65,7 @@ SAMPLE_PROMPT = "The"
 
 
 class TrainingDiverged(SparsellmError, RuntimeError):
-    """Too many consecutive steps had a non-finite gradient, or training.stop_on_divergence has ended the run before."""
+    """Too many consecutive steps had a non-finite gradient, or training.stop_on_divergence ended the run earlier."""
 
 
 def not_finite(values: StepValues) -> tuple[str, str]:
@@ -324,7 +324,8 @@ class Trainer:
         return self._judge(values) or values.stop
 
     def _judge(self, values: StepValues) -> bool:
-        """Whether a loss that leaves its range ends the run. Every rank has the same numbers, so all decide alike."""
+        """Whether the run ends because its loss left its range. The numbers, and so the decision, are the same on all
+        ranks."""
         known, ce = values.known, values.ce / self.config.training.tokens_per_step
         if self.loss_range.add(known["step"], ce if math.isfinite(ce) else None, known["relu_share"]):
             self.diverged |= self.config.training.stop_on_divergence

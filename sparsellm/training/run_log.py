@@ -44,7 +44,7 @@ class RunLog:
         self.progress.row(row)
 
     def diverges(self, loss_range: LossRange, ends: bool) -> None:
-        """Report that the loss has left its range. `ends`: whether that ends the run."""
+        """Report that the loss has left its range. `ends`: whether the run ends for that reason."""
         text = f"the loss diverges at step {loss_range.exits[-1]:,}: {loss_range}"
         self.wandb.alert("The loss diverges", text)
         what_now = "The run ends with a checkpoint"
