@@ -39,7 +39,7 @@ class Config(keys.Config):
     `config.run.name` too, or pass the value to `compose`.
     """
 
-    overrides: Sequence[str] = ()  # from which it was composed
+    overrides: Sequence[str] = ()  # the command line that `compose` was given
 
     @classmethod
     def compose(cls, *overrides: str, config_dir: str | Path | None = None) -> Self:

@@ -45,10 +45,10 @@ def read(path: Path) -> tuple[dict[str, Any], bool]:
 class Start(Typed):
     """The values of the file of --config, from which a command line starts."""
 
-    title: str = ""  # of the runs that start from it, for their names
+    title: str = ""  # the start of the names of runs that start from the file
     saved: bool = False  # whether a run wrote the file: then it has every key
     run: str | None = None  # the name of that run
-    fingerprint: str | None = None  # of that run
+    fingerprint: str | None = None  # the fingerprint of that run
 
 
 def read_start(path: Path, schema: type, folders: tuple[Path, ...] = ()) -> Start:

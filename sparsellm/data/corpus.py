@@ -41,7 +41,7 @@ Files = dict[str, int | None]  # path or address -> bytes; None: unknown, for hu
 
 # Documents are tokenized in chunks: about a million tokens keep every core busy and take about 150 MB.
 CHUNK_CHARACTERS = 4_000_000
-MANY_FILES = 1_000  # this many files may contain so little text each that a token count shows no progress
+MANY_FILES = 1_000  # from this many files on, files have a progress bar too, because each may have few tokens
 NOT_DOCUMENTATION = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 START: Position = {"file": 0, "document": 0}

@@ -117,8 +117,8 @@ def open_data(request: Request, run: RunConfig, validation_samples: int, workers
 
 
 def open_validation(request: Request, samples: int, tokenizer_folder: Path, run: Path) -> torch.Tensor:
-    """The held-out blocks on which a run validates, int64 [V, T + 1], at most `samples`. For one process; prepares
-    nothing.
+    """The held-out blocks on which a run validates, int64 [V, T + 1], at most `samples`. Called in one process, without
+    other ranks; prepares nothing.
 
     `tokenizer_folder` holds the run's tokenizer: hf/ of one of its checkpoints. A relative path in `request` is
     relative to the folder in which the run was started: the working directory is tried, then the parents of `run`.

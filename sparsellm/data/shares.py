@@ -21,7 +21,7 @@ from sparsellm.data.corpus import Document
 from sparsellm.data.manifest import Manifest, is_enough, tokens_left
 from sparsellm.data.tokenizer import Vocabulary
 
-# First documents of a file that are tokenized to estimate its tokens per character, and characters of each at most.
+# To estimate a file's tokens per character, its first documents are tokenized: their number, and characters of each.
 SAMPLE_DOCUMENTS, SAMPLE_TEXT = 32, 20_000
 # Files are sampled while all samples are smaller than this many tokens plus this fraction of the tokens read.
 FREE_SAMPLES, SAMPLED_FRACTION = 50_000, 0.02

@@ -106,7 +106,7 @@ class TokenStream:
         return torch.from_numpy(blocks[chosen])
 
     def _held_out(self, vocabulary: tokenizer.Vocabulary, lock: Lock, name: str, wanted: int) -> np.ndarray:
-        """The tokens of the first held-out documents of a file, at least `wanted` or all."""
+        """The tokens of a file's first held-out documents: at least `wanted` tokens, or all that the file has."""
         tokens = np.empty(0, np.int64)
         documents = corpus.read([name], self.text_column, skip_bad_records=self.skip_bad_records)
         while len(tokens) < wanted and (document := next(documents, None)) is not None:

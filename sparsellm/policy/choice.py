@@ -62,7 +62,7 @@ class Policy:
         return Plan(Engine.dense if self.kernels == "triton" else Engine.row)
 
     def chosen_by(self, width: int, neurons: int) -> str:
-        """For messages: names the costs by which the engines of such layers are chosen."""
+        """The costs by which engines of layers of this shape are chosen, in words, for messages."""
         if (width, neurons) in self.measured:
             return "costs measured on this GPU model"
         if is_shipped(self.kernels, width, neurons):

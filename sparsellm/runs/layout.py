@@ -28,7 +28,7 @@ def checkpoint(folder: Path, step: int) -> Path:
 
 
 def checkpoints_by_step(paths: Iterable[Path]) -> dict[int, Path]:
-    """Those of `paths` that are named like checkpoints, complete or not: {step: path}, by ascending step."""
+    """{step: path} of the `paths` that are named like checkpoints, complete or not, by ascending step."""
     found = ((re.fullmatch(STEP, path.name), path) for path in paths)
     return dict(sorted((int(match[1]), path) for match, path in found if match))
 

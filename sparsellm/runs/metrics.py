@@ -138,7 +138,7 @@ class StepValues:
     data_wait: float  # seconds
     ce: float  # sum over all ranks' tokens, in nats
     kl: float  # sum over all ranks' tokens, in nats; 0 without a teacher
-    mj_per_token: float  # of all GPUs, since the previous logged step; NaN if unknown
+    mj_per_token: float  # energy of all GPUs since the previous logged step; NaN if unknown
     stop: bool  # some rank was asked to stop
     grad_norm: float
     skipped: int  # non-finite steps so far

@@ -18,7 +18,10 @@ class EnergyMeter:
         self._before: tuple[int, int] | None = None  # millijoules, tokens
 
     def mj_per_token(self, tokens: int) -> float:
-        """Millijoules per token since the last call; NaN if unknown, and at first. `tokens`: the run's so far."""
+        """Millijoules per token since the last call; NaN if unknown, as in the first call.
+
+        `tokens`: number of tokens that the run has processed so far.
+        """
         now, before = millijoules(self.device), self._before
         self._before = None if now is None else (now, tokens)
         return math.nan if now is None or before is None else (now - before[0]) / (tokens - before[1])

@@ -69,7 +69,7 @@ class TrainingDiverged(SparsellmError, RuntimeError):
 
 
 def not_finite(values: StepValues) -> tuple[str, str]:
-    """For a step whose gradient is not finite: which term caused it, and what may help."""
+    """(the term that caused the non-finite gradient of a step, the advice for the user)"""
     if not math.isfinite(values.ce):
         return "the cross entropy", "lower optimizer.learning_rate (or model.init_std, if these are the first steps)"
     if not math.isfinite(values.kl):

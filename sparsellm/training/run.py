@@ -28,7 +28,7 @@ from sparsellm.training import distillation, warm_start
 
 @dataclass(frozen=True)
 class Run:
-    """What is left of a run.
+    """The state in which a run ended.
 
     Attributes:
         folder: The run's folder.

@@ -8,8 +8,8 @@
 namespace sparsellm::order {
 
 constexpr int kThreads = 1024;
-constexpr int kChunk = 8192;           // tokens per chunk, at most
-constexpr int kClusters = 128;         // clusters per chunk, at most
+constexpr int kChunk = 8192;           // maximum number of tokens in a chunk
+constexpr int kClusters = 128;         // maximum number of clusters in a chunk
 constexpr uint32_t kMaxOverlap = 255;  // overlaps are counted in bytes
 // How many nonzeros of a row are read at most. In a row with more than 255 nonzeros, only every other group of sixteen
 // counts, so that overlaps fit in a byte: in a row of 495 nonzeros, 15 full groups and one of 15, which are 255

@@ -15,7 +15,7 @@ struct RowArguments {
   Packed packed;
   int64_t n;
   int m, k;
-  int32_t* tickets;  // its length depends on the kernel; zero between calls
+  int32_t* tickets;  // words by which CTAs synchronize, as many as the kernel needs; zero between calls
   float* l1;
   __nv_bfloat16* y;
 };

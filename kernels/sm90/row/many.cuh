@@ -103,7 +103,7 @@ struct ManyWarp {
 
   const ManyArguments& a;
   uint32_t* list;  // the chunk's nonzeros
-  float* hidden;   // and the h of these nonzeros
+  float* hidden;   // h at the chunk's nonzeros
   uint32_t lane;
   int pieces;
 

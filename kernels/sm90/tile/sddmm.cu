@@ -31,7 +31,7 @@ namespace {
 // for one stage, a group takes eight instructions, each of which copies 128 bytes of each of four rows.
 constexpr int kGroup = 32;
 constexpr int kTokenGroups = kTileM / kGroup;
-constexpr int kNeuronGroups = kTileN / kGroup / kGatherWarps;  // per warp, at most
+constexpr int kNeuronGroups = kTileN / kGroup / kGatherWarps;  // maximum number per warp
 static_assert(kTokenGroups == kGatherWarps, "each gather warp copies 32 tokens");
 constexpr int kRows = kTileM + kTileN;
 constexpr int kWarpRows = kRows / kConsumerWarps;  // 48: the rows that a consumer warp looks up

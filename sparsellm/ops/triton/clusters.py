@@ -34,7 +34,7 @@ from sparsellm.ops.triton.plan import ones
 from sparsellm.ops.triton.tuning import TOKENS
 from sparsellm.ops.twell import tiles
 
-CHUNK = 8192  # tokens that are ordered together, at most
+CHUNK = 8192  # maximum number of tokens that are ordered together
 SAMPLES = 4096  # tokens of a chunk from which profiles are made
 CLUSTERS, MEMBERS, SHARE = 128, 64, 16
 # `assign`: TOKENS per program, and BLOCK words of each token in one step of the matmul with the profiles. For two
