@@ -18,6 +18,7 @@ from typing import Any
 
 from sparsellm.analysis import numbers
 from sparsellm.analysis.activity import Activity
+from sparsellm.config.values import flat
 from sparsellm.ops.twell import TOKEN_TILE
 from sparsellm.system.console import quantity
 from sparsellm.system.files import write_whole
@@ -47,7 +48,7 @@ def write_all(folder: Path, results: Row, activity: Activity, types: list[Row]) 
         for at, row in enumerate(means)
     ]
     files = {
-        "layers.csv": as_csv([flat(row) for row in results["layers"]]),
+        "layers.csv": as_csv([flat(row, between="_") for row in results["layers"]]),
         "positions.csv": as_csv(positions),
         "tokens.csv": as_csv(types),
         "neurons.csv": as_csv(numbers.neurons(activity)),
@@ -65,14 +66,6 @@ def as_csv(rows: list[Row]) -> bytes:
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue().encode()
-
-
-def flat(row: Row, prefix: str = "") -> Row:
-    """{"a": {"b": 1}} -> {"a_b": 1}"""
-    found: Row = {}
-    for key, value in row.items():
-        found |= flat(value, f"{prefix}{key}_") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return found
 
 
 def table(results: Row) -> str:

@@ -21,7 +21,7 @@ from sparsellm.runs.layout import EVALUATION, HF
 from sparsellm.runs.locate import Checkpoint, CheckpointNotFound, locate, not_found
 from sparsellm.system import regular
 from sparsellm.system.console import quantity, warn
-from sparsellm.system.errors import SparsellmError
+from sparsellm.system.errors import SparsellmError, listed
 
 CARD = "README.md"
 CARD_LINES = 14  # lines of the model card that are shown
@@ -102,8 +102,8 @@ def _files(checkpoint: Checkpoint) -> list[Path]:
     folder = Path(checkpoint.model)
     if links := sorted(path.name for path in folder.iterdir() if path.is_symlink()):
         raise NotSent(
-            f"{_named(links)} in {folder}: symbolic links, which are not followed; push a copy without links, made"
-            " with `cp -rL`"
+            f"{listed(links, NAMED)} in {folder}: symbolic links, which are not followed; push a copy without links,"
+            " made with `cp -rL`"
         )
     if checkpoint.has_checksums:
         checkpoint.identity()
@@ -216,9 +216,9 @@ def _branch(api: Any, config: PushConfig, folder: Path) -> tuple[str | None, boo
     )
     if others and not config.overwrite:
         raise NotSent(
-            f"repo={repo} has other files in its branch {config.revision}: {_named(others)}. Give another repo, a new"
-            " branch (revision=NAME), or overwrite=true, which replaces everything in the branch by the files listed"
-            " above; its history keeps the old files"
+            f"repo={repo} has other files in its branch {config.revision}: {listed(others, NAMED)}. Give another repo,"
+            " a new branch (revision=NAME), or overwrite=true, which replaces everything in the branch by the files"
+            " listed above; its history keeps the old files"
         )
     return found.sha, bool(others)
 
@@ -232,8 +232,3 @@ def _same(theirs: Any, ours: Path) -> bool:
         return theirs.blob_id == hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
     with ours.open("rb") as file:
         return theirs.lfs.sha256 == hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _named(names: list[str]) -> str:
-    more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more

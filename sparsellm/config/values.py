@@ -84,11 +84,12 @@ def flat_types(schema: type, prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}"""
+def flat(values: dict[str, Any], prefix: str = "", between: str = ".") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}, with `between` between the keys."""
     found: dict[str, Any] = {}
     for key, value in values.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        name = f"{prefix}{key}"
+        found |= flat(value, f"{name}{between}", between) if isinstance(value, dict) else {name: value}
     return found
 
 

@@ -20,6 +20,7 @@ from sparsellm.data.checksums import Verified, digest_of, digest_of_ends, stamp
 from sparsellm.data.corpus import Document
 from sparsellm.data.errors import DataError
 from sparsellm.data.manifest import SPLITS, Manifest, Split
+from sparsellm.system.errors import listed
 
 NAMED = 3  # maximum number of files listed in one message
 _ENDS = "ends "  # prefix of a checksum of a file's first and last MiB
@@ -39,7 +40,7 @@ def changes(manifest: Manifest, folder: Path) -> list[str]:
     verified.keep()
     gone = [file for file in read if file not in there]
     found = [
-        f"{names(files)} {one if len(files) == 1 else several}"
+        f"{listed(files, NAMED)} {one if len(files) == 1 else several}"
         for files, one, several in (
             (others, "has changed since", "have changed since"),
             (gone, "was removed since", "were removed since"),
@@ -56,12 +57,6 @@ def refusal(change: str, folder: Path) -> str:
         f"{change}, so its tokens are those of the old text: prepare the current text in another folder (another"
         f" data.name), delete {folder} and prepare again, or restore the old text"
     )
-
-
-def names(files: list[str]) -> str:
-    """The first few of `files`, and the number of others."""
-    rest = len(files) - NAMED
-    return ", ".join(files[:NAMED]) + (f" and {rest:,} other{'s' if rest > 1 else ''}" if rest > 0 else "")
 
 
 def _is_changed(file: str, manifest: Manifest, folder: Path, verified: Verified) -> bool:
@@ -119,19 +114,20 @@ def with_current_sources(data: DataConfig, folder: Path, manifest: Manifest) -> 
     verified.keep()
     if added := [file for file in now if file not in before]:
         raise DataError(
-            f"{names(added)} {'was' if len(added) == 1 else 'were'} not there when the preparation of {folder}"
+            f"{listed(added, NAMED)} {'was' if len(added) == 1 else 'were'} not there when the preparation of {folder}"
             " started: remove the addition, or prepare all files in another folder (another data.name)"
         )
     current = _current(manifest)
     if finished := [file for file in _kept(manifest) if file in other and file != current]:
+        since = "has changed since it was" if len(finished) == 1 else "have changed since they were"
         raise DataError(
-            f"{names(finished)} {'has changed since it was' if len(finished) == 1 else 'have changed since they were'}"
-            f" read for {folder}: restore the original, or choose another data.name or data.path"
+            f"{listed(finished, NAMED)} {since} read for {folder}: restore the original, or choose another"
+            " data.name or data.path"
         )
     if not other:
         return manifest
     print(
-        f"sparsellm: {names(sorted(other))}, not completely read for {folder} yet, changed or disappeared: the"
+        f"sparsellm: {listed(sorted(other), NAMED)}, not completely read for {folder} yet, changed or disappeared: the"
         " preparation continues with the current files",
         flush=True,
     )

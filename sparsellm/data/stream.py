@@ -31,10 +31,12 @@ import torch
 import xxhash
 from torch.utils.data import DataLoader, IterableDataset
 
-from sparsellm.data import corpus, sources, tokenizer
+from sparsellm.data import corpus, tokenizer
 from sparsellm.data.errors import DataError
 from sparsellm.data.packed import Batch, outlive_stop_signals, permutation, started
+from sparsellm.data.sources import NAMED
 from sparsellm.system.console import quantity, warn
+from sparsellm.system.errors import listed
 
 GROUP_BLOCKS = 1024
 FILES_AT_ONCE = 16  # number of files opened at a time to read the held-out sequences
@@ -177,7 +179,7 @@ class TokenStream:
         others |= {name for name in sizes if sizes[name] != self.files.get(name)}
         # For hub files, and for states without sizes, only the digest shows whether files have changed.
         if added or (not others and state["files"] != self._files_digest() and not sizes):
-            detail = f" ({sources.names(added)} added later)" if added else ""
+            detail = f" ({listed(added, NAMED)} added later)" if added else ""
             raise DataError(_other("files", state["files"], f"{self._files_digest()}{detail}"))
         if not others:
             return stream, state
@@ -189,13 +191,13 @@ class TokenStream:
         read = {name for names in orders.values() for name in names} | set(order[:place])
         if changed := sorted(name for name in read & others if name not in passed_over):
             raise DataError(
-                f"{sources.names(changed)} changed or disappeared after the run had read"
+                f"{listed(changed, NAMED)} changed or disappeared after the run had read"
                 f" {'it' if len(changed) == 1 else 'them'} completely: restore {'it' if len(changed) == 1 else 'them'},"
                 " or start a new run with run.restart=true"
             )
         if self.rank == 0:
             warn(
-                f"{sources.names(sorted(others))} changed or disappeared before the run had read them completely: it"
+                f"{listed(sorted(others), NAMED)} changed or disappeared before the run had read them completely: it"
                 " continues with the current files"
             )
         position = {**state, "file": sum(name not in gone for name in order[:place])}

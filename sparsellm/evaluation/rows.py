@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeGuard
 
-from sparsellm.system.console import quantity
+from sparsellm.system.errors import listed
 
 NAMED = 3  # maximum number of bad rows listed per task
 
@@ -11,8 +11,7 @@ NAMED = 3  # maximum number of bad rows listed per task
 def mistakes(task: str, rows: Iterable[Mapping[str, Any]]) -> str | None:
     """The first rows of `task` that cannot be scored, counted from 1, with field, value and expected value."""
     found = [f"row {number}: {wrong}" for number, row in enumerate(rows, 1) if (wrong := _mistake(task, row))]
-    more = f"; and {quantity(len(found) - NAMED, 'more row')}" if len(found) > NAMED else ""
-    return "; ".join(found[:NAMED]) + more if found else None
+    return listed(found, NAMED, "; ") or None
 
 
 def _mistake(task: str, row: Mapping[str, Any]) -> str | None:

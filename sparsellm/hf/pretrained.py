@@ -21,11 +21,11 @@ import torch
 from sparsellm.hf import published, tokenizer_file
 from sparsellm.system import regular
 from sparsellm.system.console import is_main_rank, warn
-from sparsellm.system.errors import SparsellmError
+from sparsellm.system.errors import SparsellmError, listed
 
 T = TypeVar("T")
 
-NAMED = 4  # tensors that a message lists per kind of damage
+NAMED = 4  # maximum number of tensors that a message lists per kind of damage
 REMEDY = "restore the checkpoint from its source, or give another one"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Files whose presence would make transformers load other weights than WEIGHTS.
@@ -342,7 +342,7 @@ def verify_files(folder: Path, config: Any) -> list[str]:
         index = _reading(folder, INDEX, lambda: dict(json.loads((folder / INDEX).read_text("utf-8"))["weight_map"]))
         files, expected = sorted(set(map(str, index.values()))), index
         if strange := [name for name in files if Path(name).name != name]:
-            raise BrokenModel(f"{INDEX} of {folder} names files that are not in it: {_list(strange)}; {REMEDY}")
+            raise BrokenModel(f"{INDEX} of {folder} names files that are not in it: {listed(strange, NAMED)}; {REMEDY}")
     else:
         raise BrokenModel(f"{folder} holds no {WEIGHTS} and no {INDEX}: other formats are not read; {REMEDY}")
     held: dict[str, torch.Tensor] = {}
@@ -408,11 +408,6 @@ def not_finite(tensors: dict[str, torch.Tensor]) -> list[str]:
 
 def _refuse(path: str | Path, wrong: dict[str, Any]) -> None:
     """Raise BrokenModel if `wrong`, {what is wrong: tensor names}, lists any tensor."""
-    said = [f"{what}: {_list(sorted(names))}" for what, names in wrong.items() if names]
+    said = [f"{what}: {listed(sorted(names), NAMED)}" for what, names in wrong.items() if names]
     if said:
         raise BrokenModel(f"the model in {path} has broken tensors: {'; '.join(said)}; {REMEDY}")
-
-
-def _list(names: list[str]) -> str:
-    more = f" (and {len(names) - NAMED:,} more)" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more

@@ -50,7 +50,7 @@ from sparsellm.runs.snapshot import MODEL_PREFIX, own_copies, to_host, write
 from sparsellm.runs.state_reader import StateReader, StateRefused
 from sparsellm.system import regular
 from sparsellm.system.console import warn
-from sparsellm.system.errors import SparsellmError
+from sparsellm.system.errors import SparsellmError, listed
 from sparsellm.system.files import sync, unused
 
 LEFTOVER = rf"({STEP})\.(partial|replaced|deleting)"
@@ -371,11 +371,9 @@ def _match(state: Path, tensors: dict[str, torch.Tensor], prefix: str) -> dict[s
             (dtype, shape), (asked_dtype, asked_shape) = shared[name], asked[name]
             differences.append(f"{name} is {dtype} {shape} in the checkpoint, but {asked_dtype} {asked_shape} here")
     if differences:
-        more = len(differences) - NAMED_DIFFERENCES
         raise CheckpointError(
-            f"checkpoint {state.parent} does not fit: {'; '.join(differences[:NAMED_DIFFERENCES])}"
-            + (f"; and {more} more" if more > 0 else "")
-            + ". Resume with the model and optimizer of the checkpoint, or start over with run.restart=true"
+            f"checkpoint {state.parent} does not fit: {listed(differences, NAMED_DIFFERENCES, '; ')}"
+            ". Resume with the model and optimizer of the checkpoint, or start over with run.restart=true"
         )
     return {n: torch.empty(e.size, dtype=e.properties.dtype) for n, e in saved.items() if n.startswith(prefix)}
 

@@ -34,7 +34,7 @@ from sparsellm.runs.divergence import LossRange
 from sparsellm.runs.mfu import mfu, peak_flops
 from sparsellm.system import regular
 from sparsellm.system.console import quantity, warn
-from sparsellm.system.errors import SparsellmError
+from sparsellm.system.errors import SparsellmError, listed
 from sparsellm.system.files import unused, write_whole
 
 METRICS = "metrics.jsonl"
@@ -308,8 +308,7 @@ class History(NamedTuple):
 
     def report(self, path: Path) -> str:
         """A sentence that lists the problems in the file `path`."""
-        more = f"; and {len(self.problems) - NAMED_PROBLEMS} more" if len(self.problems) > NAMED_PROBLEMS else ""
-        return f"{path} is damaged: {'; '.join(self.problems[:NAMED_PROBLEMS])}{more}"
+        return f"{path} is damaged: {listed(self.problems, NAMED_PROBLEMS, '; ')}"
 
 
 def _is_number(value: Any) -> bool:

@@ -1,4 +1,6 @@
-"""The base of this package's errors, and the text of any error."""
+"""The base of this package's errors, the text of any error, and lists in messages."""
+
+from collections.abc import Sequence
 
 
 class SparsellmError(Exception):
@@ -9,3 +11,9 @@ def one_line(error: BaseException) -> str:
     """The kind and the text of `error` on one line, for messages."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def listed(items: Sequence[str], most: int, separator: str = ", ") -> str:
+    """The first `most` of `items`, and the number of the others: "a, b and 3 more", or "a; b; and 3 more"."""
+    more = len(items) - most
+    return separator.join(items[:most]) + (f"{separator.rstrip(', ')} and {more:,} more" if more > 0 else "")
