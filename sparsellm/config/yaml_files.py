@@ -76,20 +76,29 @@ def read_start(path: Path, schema: type, folders: tuple[Path, ...] = ()) -> Star
             f" DIR/{EXPERIMENT}/NAME.yaml, and give {CONFIG_DIR} DIR"
         )
         del values["defaults"]
-    _add(found, path, flat(values) if schema is Config else values, schema, folders)
+    values = flat(values) if schema is Config else values
+    for group in groups() if schema is Config else ():
+        choice = "null" if group == EXPERIMENT and values.get(group, "") is None else values.get(group)
+        if isinstance(choice, str):
+            chosen = Typed(found.groups)
+            choose(chosen, group, choice, folders)
+            found.mistakes += [f"{path}: {mistake}" for mistake in chosen.mistakes]
+            del values[group]
+    _add(found, path, values, schema)
     found.saved &= schema is Config and not found.mistakes
     if found.saved:
         _drop_derived(found)
     return found
 
 
-def _add(found: Typed, path: Path, values: dict[str, Any], schema: type, folders: tuple[Path, ...] = ()) -> None:
-    """Add `values`, {key or group: value} of the file `path`, to `found`, with its mistakes."""
+def _add(found: Typed, path: Path, values: dict[str, Any], schema: type) -> None:
+    """Add `values`, {group.key: value} of the file `path`, to `found`, with their mistakes."""
     kinds, added = flat_types(schema), Typed(found.groups, found.keys)
     for name, value in ((str(name), value) for name, value in values.items()):
         written = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-        if schema is Config and name in groups() and (isinstance(value, str) or (name, value) == (EXPERIMENT, None)):
-            choose(added, name, written, folders)
+        if schema is Config and name in groups() and isinstance(value, str):
+            line = f"`- {OVERRIDE}{name}: {written}`"
+            added.mistakes.append(f"{name} is {written}: write choices in the list `defaults`, as {line}")
         elif name not in kinds:
             added.mistakes.append(unknown(name, written, schema))
         elif Verbatim in typing.get_args(kinds[name]):

@@ -68,7 +68,7 @@ def test_a_file_of_ones_own_sets_keys_and_choices_and_what_is_typed_wins(written
         ("traning: {steps: 3}", ["traning.steps is not a key: did you mean training.steps?"]),
         (
             "training: {seed: x}\nsparsity: rleu\nlr: 3\ndata: {path: s3://x}",
-            ["training.seed is x: it should be a whole number", "sparsity=rleu is not a choice: did you mean",
+            ["sparsity=rleu is not a choice: did you mean", "training.seed is x: it should be a whole number",
              "lr is not a key: did you mean optimizer.learning_rate?", "data.path=s3://x is a URL"],
         ),
         ("defaults: [smoke]\nmodle: tiny", ["defaults is not a key", "modle is not a key: did you mean model=tiny?"]),
@@ -103,7 +103,13 @@ def test_a_file_that_is_not_there_is_a_sentence(saved, tmp_path):
         assert said in composition(typed).mistakes[0]
 
 
-MINE = "# @package _global_\ndefaults:\n  - smoke\n  - override /model: small\ntraining: {steps: 1e2}\n"
+MINE = """# @package _global_
+defaults:
+  - smoke
+  - override /model: small
+training: {steps: 1e2}
+optimizer.schedule: wsd
+"""
 
 
 @pytest.fixture
@@ -118,7 +124,7 @@ def own(written, tmp_path):
 def test_experiments_and_choices_of_ones_own_are_like_the_packages(own):
     config = from_overrides([own, "experiment=mine"])
     assert (config.model.num_layers, config.model.hidden_size, config.training.steps) == (2, 128, 100)
-    assert config.sparsity.l1_coefficient == 1e-3  # of smoke
+    assert (config.sparsity.l1_coefficient, config.optimizer.schedule.name) == (1e-3, "wsd")  # 1e-3 is smoke's
     assert config.run.name == f"mine-{fingerprint(config)}"
     chosen = from_overrides(["experiment=0p5b", own, "model=small", "model.context_length=2048"])
     assert (chosen.model.num_layers, chosen.model.hidden_size) == (2, 128)
@@ -143,6 +149,8 @@ def test_experiments_and_choices_of_ones_own_are_like_the_packages(own):
         ),
         ("experiment/x.yaml", "# @package _global_\ndefaults: tiny\na: 1", [": defaults is tiny: it should be a list",
                                                                             ": a is not a key"]),
+        ("experiment/x.yaml", "# @package _global_\nsparsity: relu\ntraining.steps: 3",
+         [": sparsity is relu: write choices in the list `defaults`, as `- override /sparsity: relu`"]),
         ("experiment/x.yaml", "x: [", [" cannot be used (it is not YAML"]),
         ("model/x.yaml", "# @package model\nlayers: 3", [": remove the line `# @package model`",
                                                          ": model.layers is not a key"]),
