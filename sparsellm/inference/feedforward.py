@@ -145,20 +145,27 @@ class SparseFeedForward(nn.Module):
         """What the last call with gradients counted, for logging. Waits for the device.
 
         Its keys: `engine`, which computes the next call: "dense" or "tile"; `nonzeros`: nonzero activations per token;
-        `fired`: fraction of neurons that were active for any token; `l1`: the value of `l1()`. Raises RuntimeError
+        `fired`: fraction of neurons that were active for any token; `l1`: the value of `l1()`; `rest_calls`: 1 if the
+        nonzeros exceeded the lists of the tile engine, which makes a call much slower, else 0. Raises RuntimeError
         before the first such call.
         """
         call = self._last()
         assert self.in_training is not None
-        tokens, values = max(call.tokens, 1), torch.stack([call.nnz, call.fired.float().mean(), call.l1]).tolist()
-        engine = Plan.read(self.in_training.plan).engine.name
-        return {"engine": engine, "nonzeros": values[0] / tokens, "fired": values[1], "l1": values[2] / tokens}
+        counted = [
+            call.nnz.double(),
+            call.fired.double().mean(),
+            call.l1,
+            call.rest_calls,
+        ]  # float32 rounds large counts
+        nnz, fired, l1, rest_calls = torch.stack(counted).tolist()
+        tokens, engine = max(call.tokens, 1), Plan.read(self.in_training.plan).engine.name
+        return {"engine": engine, "nonzeros": nnz / tokens, "fired": fired, "l1": l1 / tokens, "rest_calls": rest_calls}
 
     def _last(self) -> Call:
         if self.in_training is None or self.in_training.last is None:
             raise RuntimeError(
-                "this layer has no call with gradients yet: call it outside of torch.no_grad first, and use"
-                " sparsellm.accelerate(model, training=True) for an accelerated model"
+                "this layer has no call with gradients yet: it should be called outside of torch.no_grad, checkpointed"
+                " with use_reentrant=False, and made by sparsellm.accelerate(model, training=True) or by its sizes"
             )
         return self.in_training.last
 
@@ -179,6 +186,13 @@ class SparseFeedForward(nn.Module):
         self._register()
         self.choice.checked = None
         return self
+
+    def _replicate_for_data_parallel(self) -> Self:
+        """nn.DataParallel calls this method. Its replicas would overwrite each other's counts and L1 term."""
+        raise RuntimeError(
+            "a SparseFeedForward is replicated by nn.DataParallel: it should have one process per GPU; start with"
+            " `torchrun --nproc_per_node N`, or make one GPU visible with CUDA_VISIBLE_DEVICES=0"
+        )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores a copy, and registers the copy's own handle for its own choice."""

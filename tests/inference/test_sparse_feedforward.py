@@ -124,6 +124,8 @@ def test_what_cannot_be_made_or_asked_is_refused():
         sparsellm.SparseFeedForward(16, 50)
     with pytest.raises(RuntimeError, match="no call with gradients yet"):
         sparsellm.SparseFeedForward(16, 48).l1()
+    with pytest.raises(RuntimeError, match=r"nn\.DataParallel: it should have one process per GPU"):
+        sparsellm.SparseFeedForward(16, 48)._replicate_for_data_parallel()  # as nn.DataParallel calls it
     with pytest.raises(ValueError, match="Linear has no SparseFeedForward"):
         sparsellm.l1_loss(nn.Linear(2, 2))
 
@@ -135,7 +137,9 @@ def test_counts_are_those_of_the_call():
     h = hidden(theirs, x).flatten(0, 1)
     found, fired = ours.counts(), h != 0
     assert (found.pop("engine"), found.pop("nonzeros")) == ("dense", fired.sum().item() / 20)
-    assert found == pytest.approx({"fired": fired.any(0).float().mean().item(), "l1": h.abs().sum().item() / 20})
+    assert found == pytest.approx(
+        {"fired": fired.any(0).float().mean().item(), "l1": h.abs().sum().item() / 20, "rest_calls": 0}
+    )
 
 
 # Its own choice, around stand-ins for a GPU's kernels.
