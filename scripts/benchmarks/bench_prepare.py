@@ -32,7 +32,7 @@ from sparsellm.data import Request, corpus, prepare, tokenizer
 
 SPAWN = multiprocessing.get_context("spawn")  # a forked process would lack its tokenizer's threads
 FILE_CHARACTERS = 50_000_000
-DOCUMENT_CHARACTERS = 4_800  # about 1,000 tokens, the mean document of FineWeb-Edu
+DOCUMENT_CHARACTERS = 4_800  # about 1,000 tokens, the mean length of a document of FineWeb-Edu
 TARGETS = (10e9, 40e9)  # tokens
 
 

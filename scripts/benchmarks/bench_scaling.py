@@ -53,7 +53,7 @@ class Measurement(NamedTuple):
 
 
 def measurements(experiments: Sequence[str], gpus: int, firing: float) -> Iterator[Measurement]:
-    """The largest number of GPUs first."""
+    """The measurements to make, those on the most GPUs first."""
     sizes = [size for size in (8, 4, 2, 1) if size <= gpus]
     for size in sizes:
         for experiment in experiments:

@@ -48,7 +48,7 @@ def main(config: EvaluateConfig) -> int:
 
 
 def export(names: list[str], folder: Path) -> int:
-    """Write the rows of the hub that score each task, in the layout of data_dir. 1 if a task has no rows."""
+    """Write the rows of the hub that score each task, in the layout of data_dir. Returns 1 if a task has no rows."""
     failed = 0
     with hub.offline(not hub.answers(f"the rows of {', '.join(names)}")):
         for name in names:

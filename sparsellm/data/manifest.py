@@ -44,7 +44,8 @@ DOCUMENT_DTYPE, DOCUMENT_BYTES = "<i8", 8
 # this many blocks, or this fraction of its text if that is less. Where more text is left, whole documents of all files
 # are the better sample: a cut would hold out the last file alone.
 LEAST_BLOCKS, LEAST_FRACTION = 50, 0.05
-# Documents are held out at random and may fall short of that by chance: from this fraction of it, they are kept whole.
+# Whole documents are held out at random, so they may have fewer tokens than this minimum by chance. This fraction of
+# the minimum is accepted; if they have less, the end of the text is held out instead.
 NEARLY = 0.9
 
 
@@ -89,8 +90,9 @@ class Manifest:
     begun: dict[str, Any] | None = None
     exhausted: bool = False  # the source has no more documents
     cut: bool = False  # the end of the stream is held out, because it has too few documents to hold out whole ones
-    # LEAST_BLOCKS while a folder is prepared. 1 in folders from before that minimum, and in finished folders to which
-    # the minimum did not apply: in their extensions, it could hold out tokens that runs have trained on.
+    # Minimum of held-out blocks: LEAST_BLOCKS while a folder is prepared; 1 in folders prepared before this minimum
+    # existed, and in finished folders to which it did not apply, because applying it to their extensions could hold out
+    # tokens that runs have trained on.
     least_blocks: int = 1
     # This preparation extends a finished folder. Runs may have trained on its tokens, so `sequence_length` stays the
     # same: then a cut moves only towards the end, and no token that was trained on is held out later.

@@ -132,7 +132,7 @@ class Curves:
             _curve(axes, rows, [row.get(key) for row in rows], color=BLUE)
             self._step_axis(axes, rows)
             axes.set_title(label, loc="left")
-            if key == "grad_norm":  # falls by orders of magnitude, and a spike would hide the rest
+            if key == "grad_norm":  # the norm falls by orders of magnitude, and a spike would hide the rest
                 logarithmic_y(axes)
             else:
                 from_zero(axes)

@@ -21,7 +21,8 @@ from sparsellm.system.console import quantity
 from sparsellm.system.files import write_whole
 from sparsellm.system.packages import needed_by
 
-# Held-out tokens. The losses of single tokens vary by about 3 nats, so the mean of 20,000 has a standard error of 0.02.
+# Number of held-out tokens that are enough: the losses of single tokens vary by about 3 nats, so the mean of 20,000
+# tokens has a standard error of 0.02.
 ENOUGH = 20_000
 
 

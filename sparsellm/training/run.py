@@ -51,7 +51,7 @@ class Run:
 
     @classmethod
     def of(cls, folder: Path, exit_code: int = 0) -> "Run":
-        """`exit_code`: of `Trainer.fit`."""
+        """`exit_code`: what `Trainer.fit` returned."""
         rows, step = metrics.history(folder / metrics.METRICS).rows, max(run_folder.saved_steps(folder), default=0)
         stopped = Signals(exit_code - 128) if exit_code > 128 else None
         return cls(folder, step, stopped, exit_code == 1, rows[-1] if rows else None)
@@ -73,7 +73,7 @@ def set_determinism(deterministic: bool) -> None:
 @contextmanager
 def determinism(deterministic: bool) -> Iterator[None]:
     """`set_determinism` for the block only."""
-    if not deterministic:  # then torch need not be set back, which imports its compiler
+    if not deterministic:  # there is nothing to restore, and restoring would import torch's compiler
         yield
         return
     module: Any = torch.utils.deterministic

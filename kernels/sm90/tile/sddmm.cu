@@ -329,7 +329,7 @@ struct Consumer {
   uint32_t product;  // shared address of this half's products
   bool draws;        // this is the drawing thread
   RingOf<kUpStages> ring;
-  uint32_t (&rows)[2];  // the entries of the next item's row list that this lane looks up: a warp has 48 rows
+  uint32_t (&rows)[2];  // the entries of the next item's row list that this lane looks up, for up to 48 rows per warp
   int4 code, next;      // `code`: the current item, then the next one; `next`: the item after `code`
   Bounds& next_bounds;
   int ticket = 0;  // the drawing thread's ticket
