@@ -72,7 +72,7 @@ def set_determinism(deterministic: bool) -> None:
 
 @contextmanager
 def determinism(deterministic: bool) -> Iterator[None]:
-    """`set_determinism` for the block only."""
+    """Context in which torch is deterministic if asked."""
     if not deterministic:  # there is nothing to restore, and restoring would import torch's compiler
         yield
         return
@@ -128,10 +128,10 @@ def of_rank(error: Exception) -> str:
 
 
 def run(config: Config) -> Run:
-    """Train `config`, without mistakes, or resume its run; a finished run is reported. Collective.
+    """Train `config`, in which `check` found no mistakes, or resume its run; a finished run is reported. Collective.
 
     Raises MainRankFailed on the other ranks if the main rank failed. ConfigError, DataError, RunFolderError and OSError
-    may be raised on this rank only, every other SparsellmError is raised on all ranks. If one of several ranks runs out
+    may be raised on this rank only; every other SparsellmError is raised on all ranks. If one of several ranks runs out
     of memory, its process ends with a message, because the other ranks may wait for it in a collective.
     """
     if run_folder.is_finished(config.run, config.training.steps):
