@@ -15,6 +15,7 @@ from sparsellm.figures import BLUE, GREY, ORANGE, STYLE, from_zero, legend_above
 
 COLORS = {"kernels": BLUE, "PyTorch": GREY, "baseline": ORANGE}
 WIDTH, HEIGHT = 2.9, 2.5  # inches, per panel
+MOST_COLUMNS = 5
 Row = dict[str, Any]
 
 
@@ -29,8 +30,8 @@ def draw(results: Row) -> bytes:
     panels = [partial(_bars, rows, *each) for each in bars if any(s[each[0]] and s[each[0]][each[1]] for s in measured)]
     if any(row["layer_speeds"] for row in rows):
         panels.append(partial(_layers, rows))
-    columns = min(5, len(panels))
-    lines = -(-len(panels) // columns)
+    lines = -(-len(panels) // MOST_COLUMNS)
+    columns = -(-len(panels) // lines)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH * columns, HEIGHT * lines), layout="constrained")
         figure.suptitle(f"{'; '.join(row['name'] for row in rows)}: {results['device']}")
@@ -59,7 +60,7 @@ def _bars(rows: list[Row], phase: str, key: str, unit: float, label: str, axes: 
     axes.set_xticks(where, [size(row["parameters"]) for row in rows])
     if len(rows) == 1:
         axes.set_xticks([(i - (len(names) - 1) / 2) * width for i in range(len(names))], names)
-        axes.margins(x=0.25)
+        axes.margins(x=0.25, y=0.15)  # room for the values
     axes.set_title(label, loc="left")
     axes.grid(False, axis="x")
     from_zero(axes)
