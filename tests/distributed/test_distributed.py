@@ -4,6 +4,7 @@ import ast
 import os
 import signal
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ import torch.distributed as dist
 from processes import PATIENCE, SERVER, torchrun
 
 from sparsellm.distributed import groups, lifeline
+from sparsellm.system.console import warn
+from sparsellm.system.errors import SparsellmError
 
 SCRIPT = Path(__file__).with_name("agreeing_ranks.py")
 
@@ -43,8 +46,12 @@ def meeting(said: Path, rank: int, port: int, dies: str | None) -> None:
         socket.socket.accept = die
     elif dies == "after its lifeline":
         dist.init_process_group = die
-    with groups.process_group("cpu"):
-        pass
+    try:
+        with groups.process_group("cpu"):
+            pass
+    except SparsellmError as error:  # as the commands report it
+        warn(str(error))
+        sys.exit(1)
 
 
 @pytest.mark.slow
