@@ -43,7 +43,7 @@ class Plan(NamedTuple):
     def tensor(self) -> Tensor:
         """The plan as int32 [2] on the CPU. Compiled code takes it as an input, so writing a new plan into the tensor
         recompiles nothing."""
-        return torch.tensor(self, dtype=torch.int32)
+        return torch.tensor(self, dtype=torch.int32, device="cpu")  # whatever torch.device is in effect
 
     @classmethod
     def read(cls, tensor: Tensor) -> "Plan":

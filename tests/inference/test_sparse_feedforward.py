@@ -117,6 +117,16 @@ def test_a_copy_is_a_layer_of_its_own():
     assert other.in_training.plan.data_ptr() != ours.in_training.plan.data_ptr()
 
 
+def test_a_layer_made_without_memory_trains_once_it_has_some():
+    theirs, expected = pair()
+    with torch.device("meta"):
+        ours = sparsellm.SparseFeedForward(HIDDEN, NEURONS)
+    ours.to_empty(device="cpu").load_state_dict(theirs.state_dict())
+    x = tokens(3).requires_grad_()
+    assert all(torch.equal(mine, other) for mine, other in zip(of_ours(ours, x), of_ours(expected, x), strict=True))
+    assert ours.counts()["engine"] == "dense"
+
+
 def test_what_cannot_be_made_or_asked_is_refused():
     with pytest.raises(ValueError, match="activation is 'silu': it should be 'relu'"):
         sparsellm.SparseFeedForward(16, 48, activation="silu")
