@@ -65,22 +65,23 @@ class Config(keys.Config):
     def load(cls, path: str | Path, *overrides: str, config_dir: str | Path | None = None) -> Self:
         """The configuration in a YAML file, such as runs/NAME/config.yaml, changed by `overrides`.
 
-        Training what a run saved, without changes, resumes that run; with changes, it is another run with a name of its
-        own.
+        Training with the unchanged config.yaml of a run resumes that run; with changes, it starts another run, which has
+        its own name.
 
         Args:
-            path: The file, as --config.
+            path: The YAML file, as for --config.
             overrides: As for `compose`.
             config_dir: As for `compose`.
 
         Raises:
-            ConfigError: The file cannot be read or is damaged, or with every mistake in it and in the overrides.
+            ConfigError: If the file cannot be read or is damaged, or if it or the overrides contain mistakes, with all of
+                them.
         """
         return cls.compose(f"{keys.CONFIG}={path}", *overrides, config_dir=config_dir)
 
 
 def train(config: keys.Config) -> Run:
-    """Train a model, or resume the run of this name; a finished run is reported. Prints what `sparsellm train` prints.
+    """Train a model, or resume the run of this name. Prints what `sparsellm train` prints.
 
     Checks everything before it writes. SIGINT (Ctrl-C), SIGTERM and SIGHUP stop the run with a checkpoint; afterwards
     the process has its own signal handlers again. Call it in the main thread, on all ranks that torchrun started. If

@@ -4,10 +4,9 @@
 
 Both commands score the same rows with the same checkpoint, dtype and device; lm_eval uses --batch-size. The local rows
 are repeated until there are as many as the seven tasks have on the hub (68,671 requests, one per choice of each row).
-Each repetition starts with a unique name, because equal sequences of tokens would be computed only once.
-lm_eval knows the tasks as whole_TASK. Prints the seconds of each command in each of --rounds, including imports, and
-the scores of both. With --ranks above 1, torchrun starts both. An untrained checkpoint of shaped_checkpoint.py serves
-as well.
+Each repeated row starts with a unique name, because equal sequences of tokens would be computed only once. lm_eval gets
+the tasks under the names whole_TASK. Prints the seconds of each command in each of --rounds, including imports, and the
+scores of both. With --ranks above 1, torchrun starts both. An untrained checkpoint from shaped_checkpoint.py works too.
 """
 
 import json

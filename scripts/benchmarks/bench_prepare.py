@@ -68,7 +68,7 @@ def tokenize(name: str, files: list[str], core: int, ready: Barrier, answers: Qu
 
 
 def prepare_on(cores: list[int], overrides: list[str], ready: Barrier, answers: Queue) -> None:
-    """One process: prepare on these cores; answers (tokens, begin, end)."""
+    """The body of a worker process: prepare on `cores`, and put (tokens, begin, end) into `answers`."""
     os.sched_setaffinity(0, cores)
     config = from_overrides(overrides)
     ready.wait()

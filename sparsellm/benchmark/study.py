@@ -74,7 +74,7 @@ def benchmark(config: BenchmarkConfig) -> tuple[dict[str, Any], Path]:
     try:
         report.write_all(folder, results)
     except OSError as error:
-        print(report.text(results), flush=True)  # print before writing: these results took minutes
+        print(report.text(results), flush=True)  # the results took minutes to compute, so print them
         raise BenchmarkError(f"{folder} cannot be written: {error}; choose another output_dir") from error
     _draw(folder / report.BENCHMARK_PNG, results)
     return results, folder

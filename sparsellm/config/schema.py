@@ -482,7 +482,7 @@ class CalibrateConfig:
     model: list[str] = key(
         [], "Layers to time (required), one or a list [A,B]: a choice of the group `model`, or KxN like 2048x5632."
     )
-    kernels: Kernels = key(Kernels.auto, "Sparse kernels: those that this GPU can run, or cuda, or triton.")
+    kernels: Kernels = key(Kernels.auto, "Sparse kernels: auto (those that this GPU supports), cuda or triton.")
 
 
 @dataclass

@@ -52,7 +52,7 @@ class Start(Typed):
 
 
 def read_start(path: Path, schema: type, folders: tuple[Path, ...] = ()) -> Start:
-    """Read the file of --config. `folders`: as in Options."""
+    """Read the file given by --config. `folders`: as in Options."""
     found = Start(title=re.sub(r"[^\w.-]+", "_", path.stem, flags=re.ASCII)[:LONGEST_TITLE])
     inside, wanted = path / "config.yaml", "give a YAML file, such as runs/NAME/config.yaml"
     if path.is_dir():

@@ -92,7 +92,7 @@ class Request:
         ]
 
     def block_mistakes(self, manifest: Manifest) -> list[str]:
-        """Mistakes if a split of a finished folder is too small for a single block."""
+        """Error messages if a finished folder has a split too small for even one block; empty if not."""
         length, shortest = self.training.sequence_length, min(split.tokens for split in splits_to_fill(manifest))
         if blocks(shortest, length) > 0:
             return []

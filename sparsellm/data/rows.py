@@ -351,7 +351,7 @@ def _line(line: bytes, file: str, text_column: str) -> _Record | None:
 
 
 def _row(value: Any, text_column: str) -> Row:
-    """Raises ValueError if `value` is not a record with a text."""
+    """The row of a parsed record. Raises ValueError if `value` is not an object, or if its text is not a string."""
     if not isinstance(value, dict):
         raise ValueError(f"it holds {_named(value)}: it should hold an object")
     text = value.get(text_column)

@@ -28,7 +28,7 @@ FREE_SAMPLES, SAMPLED_FRACTION = 50_000, 0.02
 
 
 class Estimate(NamedTuple):
-    """What the reader knows after a document; saved with the position."""
+    """The reader's estimates after a document; saved with its position."""
 
     tokens: float  # training tokens, estimated
     ratio: float = 0.0  # tokens per character of the current file

@@ -54,8 +54,8 @@ BEHIND = 60  # seconds
 # Seconds that the other ranks wait for a rank that is behind:
 PATIENCE = 3600  # before the second step: preparing data, loading 25 GB from a slow disk, and compilation take long
 STEP_PATIENCE = 900  # in later steps: only a slow disk, a data stream or another compilation delays a rank
-STOPPING_PATIENCE = 120  # after a stop request: schedulers give about three minutes
-KEY = "lifeline"  # key in the store; the value is "PORT ID" of rank 0, with the ID of the launch
+STOPPING_PATIENCE = 120  # after a stop request: schedulers kill the job about three minutes later
+KEY = "lifeline"  # key in the store; the value is "PORT ID": rank 0's port and the ID of the launch
 LEFT, FAILED, GONE = "left", "failed", "gone"  # how a rank ended: first word of a line
 AT = "at"  # first word of a heartbeat
 

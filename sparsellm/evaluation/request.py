@@ -58,7 +58,7 @@ class Request:
 
     @cached_property
     def sides(self) -> dict[Path, Kernels]:
-        """{folder: kernels} of the one or two sides."""
+        """The kernels to evaluate with, by output folder: both CUDA and PyTorch with compare_kernels, else one."""
         if not self.config.compare_kernels:
             return {self.output: self.config.kernels}
         return {self.output: Kernels.cuda, self.output / TORCH: Kernels.torch}

@@ -254,7 +254,7 @@ class EngineChoice:
             self.deciding.release()
 
     def _read(self, w_up: Tensor) -> None:
-        """Choose from the counts that were sent, if all have arrived, so that no UNDER_WAY is left.
+        """Choose the engines from the counts on the host, once all have arrived, so that none is UNDER_WAY.
 
         This method must not query a CUDA event, which is forbidden during a graph capture. Counts must be readable even
         then, because the counts of torch's warm-up call, right before the capture, should choose the captured engines.

@@ -100,7 +100,7 @@ def mistakes(config: Config, typed: Sequence[str] = ()) -> list[str]:
 
 
 def begun_as(run: RunConfig) -> Config | None:
-    """The configuration with which the run of this name was started; None for a new run. Raises ConfigError."""
+    """The configuration with which `run` was started; None for a new run. Raises ConfigError if the file is damaged."""
     path = run.folder / CONFIG
     return None if run.restart or not path.is_file() else load(path)
 

@@ -23,7 +23,7 @@ def warn(text: str) -> None:
 
 
 def quantity(count: int, noun: str) -> str:
-    """`count` and `noun`, in the plural unless there is one: 1 step, 2,000 steps."""
+    """`count` followed by `noun`, in the plural unless `count` is 1: 1 step, 2,000 steps."""
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 

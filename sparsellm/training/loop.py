@@ -85,7 +85,7 @@ def _agree_on_kernels(rank: int) -> None:
     having = first_error(f"rank {rank}" if backend.loaded() else None)
     if lacking and having:
         raise backend.KernelsUnavailable(
-            f"{lacking}; {having} has the kernels: fix the first, or use runtime.kernels=torch on all ranks"
+            f"{lacking}; {having} has the kernels: make them available on all ranks, or use runtime.kernels=torch"
         )
 
 
@@ -380,7 +380,7 @@ class Trainer:
         except CheckpointError as error:  # raised on all ranks; this step is still worth saving
             if self.log is not None:
                 self.log.failed_save(str(error))
-        # A resume from the checkpoint needs its rows, so the rows are on disk before the checkpoint.
+        # Resuming from this checkpoint needs the metrics rows up to this step, so they must be on disk before it is.
         unwritten = first_error(None if self.log is None else self.log.unwritten(self.step))
         if unwritten is not None:
             raise MetricsError(unwritten)

@@ -35,7 +35,7 @@ from sparsellm.training.memory import GIB, UNMEASURED, UNSHARED, Gpu, StepMemory
 from sparsellm.training.plans import Plans
 
 AUTO = "auto"
-RECORD = "micro_batch.json"  # in the run's folder, after out of memory with several ranks
+RECORD = "micro_batch.json"  # in the run's folder, written when a run of several ranks has run out of memory
 CPU_SEQUENCES = 16  # largest size on a CPU
 MOST_TOKENS = 131_072  # maximum tokens per micro-batch; larger ones gain little and were not measured
 SETTLED = 4  # a larger size must fit at this many plan decisions in a row (32 steps) before the run grows
@@ -190,7 +190,7 @@ class MicroBatch:
         return self.usage(size, memory).total + self.teacher_bytes
 
     def _largest(self, available: int, sizes: list[int], memory: StepMemory | None = None) -> int:
-        """The largest of `sizes` whose estimate is at most `available` bytes; the smallest size if none is."""
+        """The largest of `sizes` whose estimate plus MARGIN is at most `available` bytes; the smallest size if none is."""
         fitting = [size for size in sizes if self._needed(size, memory) * (1 + MARGIN) <= available]
         return max(fitting, default=sizes[0])
 

@@ -72,7 +72,7 @@ def set_determinism(deterministic: bool) -> None:
 
 @contextmanager
 def determinism(deterministic: bool) -> Iterator[None]:
-    """Context in which torch is deterministic if asked."""
+    """Context manager that makes torch deterministic if `deterministic` is true, and restores its settings on exit."""
     if not deterministic:  # there is nothing to restore, and restoring would import torch's compiler
         yield
         return
@@ -128,7 +128,7 @@ def of_rank(error: Exception) -> str:
 
 
 def run(config: Config) -> Run:
-    """Train `config`, in which `check` found no mistakes, or resume its run; a finished run is reported. Collective.
+    """Train the model of `config`, in which `check` found no mistakes, or resume its run. Collective.
 
     Raises MainRankFailed on the other ranks if the main rank failed. ConfigError, DataError, RunFolderError and OSError
     may be raised on this rank only; every other SparsellmError is raised on all ranks. If one of several ranks runs out

@@ -71,7 +71,7 @@ struct Memory {
   }
 };
 
-// The units of one CTA: in each round, units are dealt to all CTAs.
+// Iterates over the work units of one CTA. Units are distributed over all CTAs in rounds.
 struct Rounds {
   const Spmm& a;
   int column_tiles;  // column tiles of y

@@ -114,7 +114,7 @@ __device__ __forceinline__ int64_t slots_per_tile(const WeightGradient& a) {
   return (a.m + kTileM - 1) / kTileM * kTileM;
 }
 
-// The role of the producer warps: copy the rows of the units, and draw the units.
+// The role of the producer warps: claim units of work, and copy the rows that each unit needs.
 template <bool kPaired>
 struct Producer {
   // What to copy for a unit: blocks [first, last) of a tile's slots. The next unit is drawn before block `draw`.

@@ -33,7 +33,7 @@ def check() -> None:
     if version < TRITON:
         needed = ".".join(map(str, TRITON))
         raise KernelsUnavailable(
-            f"triton is {triton.__version__}: the kernels need {needed} or later, which torch 2.11 brings"
+            f"triton is {triton.__version__}: the kernels need {needed} or later, which comes with torch 2.11"
         )
     name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
     if capability < CAPABILITY:
