@@ -65,8 +65,8 @@ class Config(keys.Config):
     def load(cls, path: str | Path, *overrides: str, config_dir: str | Path | None = None) -> Self:
         """The configuration in a YAML file, such as runs/NAME/config.yaml, changed by `overrides`.
 
-        Training with the unchanged config.yaml of a run resumes that run; with changes, it starts another run, which has
-        its own name.
+        Training with the unchanged config.yaml of a run resumes that run; with changes, it starts another run with its
+        own name.
 
         Args:
             path: The YAML file, as for --config.
@@ -74,8 +74,7 @@ class Config(keys.Config):
             config_dir: As for `compose`.
 
         Raises:
-            ConfigError: If the file cannot be read or is damaged, or if it or the overrides contain mistakes, with all of
-                them.
+            ConfigError: If the file cannot be read or is damaged; with every mistake in the file and in the overrides.
         """
         return cls.compose(f"{keys.CONFIG}={path}", *overrides, config_dir=config_dir)
 

@@ -122,8 +122,8 @@ def _ends(name: str) -> str:
 
 
 def find_files(data: DataConfig) -> Files:
-    """The files of `data` in reading order; with source=hub, the hub is asked for them. Raises DataError if there are none
-    or if they cannot be listed."""
+    """The files of `data` in reading order; with source=hub, the hub is asked for them. Raises DataError if none are
+    found."""
     if data.source == Source.files:
         files, mistakes = local_files(data.files)
         if mistakes:

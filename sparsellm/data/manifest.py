@@ -51,7 +51,7 @@ NEARLY = 0.9
 
 @dataclass
 class Split:
-    """Counts of one split. `blocks` and `dropped_tail` assume the sequence length of the configuration that prepared it."""
+    """Counts of one split. `blocks` and `dropped_tail` assume the sequence length of the preparation."""
 
     documents: int = 0
     tokens: int = 0

@@ -164,7 +164,7 @@ def _before_the_file(folder: Path, manifest: Manifest, current: str) -> Manifest
     assert begun is not None
     for split in SPLITS:
         with token_files.Writer(folder, split, manifest):
-            pass  # opening a Writer verifies all that was written, because the part that is kept has no checksum of its own
+            pass  # opening a Writer verifies all that was written; the part that is kept has no checksum of its own
     manifest = replace(
         manifest,
         **{**begun, **{split: Split(**begun[split]) for split in SPLITS}},

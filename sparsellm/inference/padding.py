@@ -43,7 +43,7 @@ def stop_sparing(model: nn.Module) -> None:
 
 
 def _with_zeros(stack: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-    """The arguments of `stack`, with token ids replaced by embeddings that are zero for masked tokens; None to keep them."""
+    """The arguments of `stack`, with token ids replaced by embeddings that are zero for masked tokens."""
     ids, embedded, mask = (kwargs.get(key) for key in ("input_ids", "inputs_embeds", "attention_mask"))
     given = embedded if ids is None else ids
     if given is None or mask is None or given.shape[1] == 1 or torch.is_grad_enabled():

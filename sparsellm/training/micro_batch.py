@@ -190,7 +190,7 @@ class MicroBatch:
         return self.usage(size, memory).total + self.teacher_bytes
 
     def _largest(self, available: int, sizes: list[int], memory: StepMemory | None = None) -> int:
-        """The largest of `sizes` whose estimate plus MARGIN is at most `available` bytes; the smallest size if none is."""
+        """The largest of `sizes` whose estimate plus MARGIN is at most `available` bytes, or the smallest of them."""
         fitting = [size for size in sizes if self._needed(size, memory) * (1 + MARGIN) <= available]
         return max(fitting, default=sizes[0])
 
