@@ -1,6 +1,6 @@
-"""Distillation from a dense teacher, in addition to cross entropy: distill.teacher (docs/TRAINING.md).
+"""Distillation from a dense teacher, added to the cross entropy (distill.teacher, docs/TRAINING.md).
 
-The loss of a token is CE + weight x temperature^2 x KL(teacher || student). Each rank holds the whole teacher, with
+The loss per token is CE + weight x temperature^2 x KL(teacher || student). Each rank holds the whole teacher, with
 matrices in the compute dtype. The teacher computes a micro-batch's last hidden state right before the student does. The
 teacher's logits exist for one chunk of tokens at a time (model/cross_entropy.py).
 """
@@ -22,7 +22,10 @@ KEY = "distill.teacher"
 
 
 def mistakes(distill: DistillConfig, model: ModelConfig, length: int) -> list[str]:
-    """Why the teacher's config.json, if there is a teacher, does not fit `model` and sequences of `length` tokens."""
+    """Error messages if the teacher's config.json does not fit `model` and sequences of `length` tokens.
+
+    Empty if it fits, and without a teacher.
+    """
     name = distill.teacher
     if name is None:
         return []
@@ -46,7 +49,7 @@ def mistakes(distill: DistillConfig, model: ModelConfig, length: int) -> list[st
 
 
 class Teacher:
-    """The frozen teacher of a run, on this rank's device."""
+    """A run's frozen teacher, on this rank's device."""
 
     def __init__(
         self,
@@ -57,8 +60,8 @@ class Teacher:
         autocast: torch.autocast,
         before: str | None = None,
     ) -> None:
-        """Read the teacher on the main rank and send it to the others. Collective. `before`: the digest of the teacher
-        that the run has used so far, if any.
+        """Read the teacher on the main rank and send it to the others. Collective. `before`: digest of the teacher
+        used by the run so far, if any.
 
         Raises ConfigError on the main rank, and MainRankFailed on the others, if the teacher cannot be read or has
         changed.
@@ -69,7 +72,7 @@ class Teacher:
         def read() -> tuple[ModelConfig, Activation, str]:
             name = str(config.teacher)
             with source(KEY, name) as checkpoint:
-                checkpoint.identity()  # verifies the checksums, if the checkpoint is one of ours
+                checkpoint.identity()  # verifies the checksums if sparsellm wrote the checkpoint
                 model, activation, found = load_float32(checkpoint)
             if before not in (None, digest := _digest(found)):
                 raise ConfigError([
@@ -106,7 +109,7 @@ class Teacher:
 
 
 def _digest(weights: dict[str, Tensor]) -> str:
-    """xxh3_128 in hex of float32 CPU tensors and their names."""
+    """Hex xxh3_128 digest of float32 CPU tensors and their names."""
     digest = xxhash.xxh3_128()
     for name, weight in sorted(weights.items()):
         digest.update(name.encode())

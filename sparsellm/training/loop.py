@@ -5,13 +5,13 @@ One optimizer step over the M tokens of the global batch minimises (DESIGN §2)
     loss = (1/M) sum over tokens of CE  +  (lambda/M) sum over tokens and layers of |h|_1
 
 and with a teacher a KL term (training/distillation.py). Each micro-batch contributes its sums divided by M, so
-gradients add up to those of one big batch, whatever the size of a micro-batch. Every loss is multiplied by the number
+gradients add up to those of one big batch, whatever the micro-batch size. Every loss is multiplied by the number
 of ranks, because gradients are averaged over the ranks. DDP reduces gradients once per step during backward, in
 buckets; a sharded model reduces them layer by layer (training/sharding.py).
 
-A step does not synchronize with the device. The host waits only when it reads the numbers of an earlier step (`_read`,
-and `Plans` for the step before the last), at validation and evaluation, while a checkpoint is copied to the host, and
-once after the first steps, to estimate the remaining time (`Progress.step`).
+A step does not synchronize with the device. The host waits only when it reads values of an earlier step (`_read`, and
+`Plans` for the step before last), at validation and evaluation, while a checkpoint is copied to the host, and once
+after the first steps, to estimate the remaining time (`Progress.step`).
 """
 
 import json
@@ -69,7 +69,7 @@ class TrainingDiverged(SparsellmError, RuntimeError):
 
 
 def not_finite(values: StepValues) -> tuple[str, str]:
-    """(the term that caused the non-finite gradient of a step, the advice for the user)"""
+    """Returns (term that made the step's gradient non-finite, advice for the user)."""
     if not math.isfinite(values.ce):
         return "the cross entropy", "lower optimizer.learning_rate (or model.init_std, if these are the first steps)"
     if not math.isfinite(values.kl):
@@ -80,7 +80,7 @@ def not_finite(values: StepValues) -> tuple[str, str]:
 
 
 def _agree_on_kernels(rank: int) -> None:
-    """Raise KernelsUnavailable on all ranks if only some have the kernels and would run the collectives of `Plans`."""
+    """Raise KernelsUnavailable on all ranks if only some have the kernels: only they would run `Plans`' collectives."""
     lacking = first_error(None if backend.loaded() else f"rank {rank}: {backend.available()[1]}")
     having = first_error(f"rank {rank}" if backend.loaded() else None)
     if lacking and having:
@@ -90,7 +90,7 @@ def _agree_on_kernels(rank: int) -> None:
 
 
 class Trainer:
-    """A run in `folder` on the ranks of one process group: model, optimizer, data position, metrics, checkpoints."""
+    """Trains a run in `folder` on all ranks of a process group. Holds model, optimizer, data position and metrics."""
 
     def __init__(
         self, config: Config, ranks: Ranks, data: Data, folder: Path, evaluation: LiveEvaluation | None = None
@@ -109,7 +109,7 @@ class Trainer:
         torch.manual_seed(training.seed)
         self.decoder = sharding.decoder(model, activation, runtime, ranks)
         if takes_kernels(runtime, activation, device.type):
-            accelerate(self.decoder, runtime.kernels.name, calibrate=False)  # `Plans.begin` calibrates, on rank 0
+            accelerate(self.decoder, runtime.kernels.name, calibrate=False)  # `Plans.begin` calibrates on rank 0
             _agree_on_kernels(ranks.rank)
             if backend.loaded():
                 self.plans = Plans(model, training, runtime, self.decoder, ranks)
@@ -130,15 +130,15 @@ class Trainer:
         if sparsity.reinit_dead_after_tokens is not None:
             self.reinitialization = Reinitialization(sparsity, training, model, self.decoder, self.optimizer)
         self.data_state: dict[str, Any] | None = None  # position in the data
-        self.other_ends: list[int] = []  # end-of-text tokens of the init_from model, in addition to the data's
+        self.other_ends: list[int] = []  # end-of-text tokens of the init_from model other than the data's
         self.card_rows: list[dict[str, Any]] = []  # rows for the model card of the checkpoint being written
         self.resumed: dict[str, Any] = {}  # values of the checkpoint from which the run resumes
         self.log: RunLog | None = None  # on the main rank, after `_open_log`
         self.energy = EnergyMeter(device)
         self.loss_range = LossRange()
         self.diverged = False  # whether training.stop_on_divergence ends the run
-        self.reported: StepReport | None = None  # the last logged step, until `_read` reads its numbers
-        # The row of a step whose scores are still missing. Only the main rank has the row, but after a resume all do.
+        self.reported: StepReport | None = None  # the last logged step, until `_read` reads its values
+        # The metrics row of a step that is not scored yet: on the main rank, and after a resume on all ranks.
         self.row: dict[str, Any] | None = None
         self.retention = Retention(config.run, training.steps, last_common_step(training, config.optimizer, sparsity))
         self.checkpoints = Checkpoints(
@@ -152,11 +152,11 @@ class Trainer:
         return self.step * self.config.training.tokens_per_step
 
     def fit(self) -> int:
-        """Train from the newest checkpoint to the end, or until asked to stop. Returns 0, 128 + signal, or 1 for a run
-        that training.stop_on_divergence ends.
+        """Train from the newest checkpoint to the end, or until asked to stop. Returns 0, 128 + signal, or 1 if
+        training.stop_on_divergence ended the run.
 
-        Raises TrainingDiverged, CheckpointError, MetricsError, MicroBatchError, and ConfigError for an initial model or
-        a teacher that cannot be read or has changed.
+        Raises TrainingDiverged, CheckpointError, MetricsError, MicroBatchError, and ConfigError if the initial model or
+        the teacher cannot be read or has changed.
         """
         self._resume()
         if self.step >= self.config.training.steps and self.row is None:
@@ -197,10 +197,10 @@ class Trainer:
         return exit_code
 
     def _train(self, stop: StopRequest) -> None:
-        """Run steps, validations, evaluations and checkpoints, to the end or until some rank is asked to stop.
+        """Run training steps, validations, evaluations and saves until the last step or a stop request on any rank.
 
-        A step that is both saved and scored is saved first, so that a validation or evaluation that fails costs no
-        checkpoint. The checkpoint holds the step's row without scores; a resume adds the scores before its first step.
+        A step that is both saved and scored is saved first, so that a failed validation or evaluation costs no
+        checkpoint. The checkpoint holds the step's row without scores; a resumed run computes them before training on.
         """
         config, stopping, save_due = self.config, False, False
         profile = Profile(config.runtime.profile_steps, self.folder, self.ranks)
@@ -210,16 +210,16 @@ class Trainer:
             while self.step < config.training.steps and (save_due or not stopping):
                 with profile.step(self.step + 1):
                     sums, norm, clock = self.advance(batches)
-                stopping |= self._read()  # numbers of an earlier step, already available
+                stopping |= self._read()  # values of an earlier step, already available
                 scoring = self._validation_due or self._evaluation() is not None
                 if scoring or self.step == 1 or self._due(config.logging.every):
                     self.reported = self._reduce(sums, norm, clock, stop.signal is not None)
                 if scoring:
                     stopping |= self._read(whole=False)
                 save_due |= stopping or self.retention.is_due(self.step)
-                # Checkpoints with non-finite gradients would push out good ones, so a save waits for a finite step.
+                # Checkpoints made during non-finite steps would displace good ones, so a save waits for a finite step.
                 if save_due and (self.step == config.training.steps or not self.optimizer.skipped_in_row.item()):
-                    stopping |= self._read()  # write the rows before the checkpoint
+                    stopping |= self._read()  # rows must be written before the checkpoint
                     self._save()
                     save_due = False
                 if scoring:
@@ -229,7 +229,7 @@ class Trainer:
         profile.write()
 
     def advance(self, batches: Iterator[tuple[Tensor, dict]]) -> tuple[StepSums, Tensor, StepClock]:
-        """Train on the next batch: (sums, gradient norm, clock)."""
+        """Train on the next batch. Returns (sums, gradient norm, clock)."""
         clock = StepClock(self.ranks.device)
         tokens, self.data_state = next(batches)
         clock.data_is_here()
@@ -240,12 +240,12 @@ class Trainer:
         return sums, norm, clock
 
     def train_step(self, tokens: Tensor) -> tuple[StepSums, Tensor]:
-        """One optimizer step on this rank's sequences, tokens [B, T + 1] int64: (sums, gradient norm)."""
+        """One optimizer step on this rank's sequences, tokens [B, T + 1] int64. Returns (sums, gradient norm)."""
         if self.plans is not None and self.plans.before(self.step):
             self.micro_batch.decided(self.step, tokens)
         sums = self.micro_batch.run(self.step, lambda size: self.accumulate(tokens, size))
         norm = self.optimizer.step(learning_rate(self.step, self.config.training.steps, self.config.optimizer))
-        # Only the device knows whether the step was skipped. If so, its counts are dropped, because NaN "fires".
+        # Only the device knows whether the step was skipped. If so, the step's counts are dropped, because NaN "fires".
         finite = norm.isfinite()
         if self.plans is not None:
             self.plans.after(self.step, sums, finite)
@@ -256,7 +256,7 @@ class Trainer:
         return sums, norm
 
     def accumulate(self, tokens: Tensor, size: int, reduce: bool = True) -> StepSums:
-        """Forward and backward of this rank's sequences, tokens [B, T + 1] int64, `size` at a time. The last
+        """Forward and backward over this rank's sequences, tokens [B, T + 1] int64, `size` at a time. The last
         micro-batch reduces the accumulated gradients over the ranks, unless reduce=False."""
         if self.annealing is not None:
             self.annealing.at(self.tokens)
@@ -304,8 +304,8 @@ class Trainer:
         return self.evaluation if self._due(self.config.evaluation.every) else None
 
     def _read(self, whole: bool = True) -> bool:
-        """Wait for the last logged step, if its numbers are not read yet, and write its row. Returns whether some rank
-        wants to stop. With whole=False, the row waits for the scores that `_score` adds."""
+        """Wait for the last logged step's values, unless already read, and write its row. Returns whether the run
+        should stop. With whole=False, the row is kept until `_score` adds the scores."""
         if self.reported is None:
             return False
         values, self.reported = self.reported.read(), None
@@ -324,8 +324,8 @@ class Trainer:
         return self._judge(values) or values.stop
 
     def _judge(self, values: StepValues) -> bool:
-        """Whether the run ends because its loss left its range. The numbers, and so the decision, are the same on all
-        ranks."""
+        """Whether the run must end because its loss has left the expected range. `values`, and so the decision, are
+        the same on all ranks."""
         known, ce = values.known, values.ce / self.config.training.tokens_per_step
         if self.loss_range.add(known["step"], ce if math.isfinite(ce) else None, known["relu_share"]):
             self.diverged |= self.config.training.stop_on_divergence
@@ -336,7 +336,7 @@ class Trainer:
     def _score(self) -> None:
         """Run the validation and evaluation due at this step, and write the row with their results. Collective.
 
-        Saves the last step again, so that the model card of its checkpoint has the scores.
+        Saves the last step again, so that the model card in its checkpoint includes the scores.
         """
         held_out = self._validate() if self._validation_due else None
         evaluation = self._evaluation()
@@ -377,7 +377,7 @@ class Trainer:
     def _save(self) -> None:
         try:
             self.checkpoints.wait()
-        except CheckpointError as error:  # raised on all ranks; this step is still worth saving
+        except CheckpointError as error:  # an earlier save failed, on all ranks; this step can still be saved
             if self.log is not None:
                 self.log.failed_save(str(error))
         # Resuming from this checkpoint needs the metrics rows up to this step, so they must be on disk before it is.
@@ -421,7 +421,7 @@ class Trainer:
                 f"the checkpoint of step {step:,} lacks {', '.join(sorted(lacking))}: a version older than 0.1.0 saved"
                 " it, and it cannot be resumed; start over with run.restart=true"
             )
-        self.row = values.get(WAITING_ROW)  # versions before 0.1.0 scored rows before the save
+        self.row = values.get(WAITING_ROW)  # absent before version 0.1.0, which scored rows before saving
         if self.plans is not None and values["plans"] is not None:  # None if PyTorch traced the layers so far
             self.plans.restore(values["plans"])
         if self.annealing is not None:
@@ -451,7 +451,7 @@ class Trainer:
     def _open_log(self) -> LossRange:
         """Open the logs and print an overview, on the main rank. Returns the range of the loss so far.
 
-        Raises MetricsError if rows are damaged, and TrainingDiverged for a run that training.stop_on_divergence ended.
+        Raises MetricsError if rows are damaged, and TrainingDiverged if training.stop_on_divergence ended the run.
         """
         config, parameters = self.config, sum(p.numel() for p in self.decoder.parameters())
         rows = metrics.Rows(

@@ -1,6 +1,6 @@
 """Estimates the GPU memory of training, and measures how much memory is available.
 
-Letters: P parameters, K model width, N neurons, V vocabulary, M tokens of a micro-batch, E bytes of an activation (2 in
+Symbols: P parameters, K model width, N neurons, V vocabulary, M tokens per micro-batch, E bytes per element (2 in
 bfloat16), Q and R the total width of all query heads and of all key heads (both K, unless heads are grouped or head_dim
 is set). Between a micro-batch's forward and backward pass a compiled layer keeps, for each token,
 
@@ -8,7 +8,7 @@ is set). Between a micro-batch's forward and backward pass a compiled layer keep
     E K        one normalised input
     2 E (Q+R)  queries, keys, values and the heads' output; with qk_norm also unnormalised queries and keys, E (Q + R)
     saved      what the feedforward engine saves for backward (sparsellm.ops.saved_bytes), or, if PyTorch traces the
-               block, the block's planes [M, N] (`_traced_planes`)
+               block, the block's [M, N] tensors (`_traced_planes`)
 
 and, for any number of tokens, its weights in the compute dtype. A layer that is not compiled keeps more. Memory peaks
 while the head computes (`_head`) or during the last layer's backward (`_last_layer`).
@@ -32,7 +32,7 @@ from sparsellm.model.dtypes import DTYPES
 from sparsellm.ops import Plan, saved_bytes
 
 GIB = 2**30
-# Reserved for the CUDA context, NCCL and the kernels' code in a deterministic run, which does not measure its memory.
+# Reserved for the CUDA context, NCCL and the kernels' code in deterministic runs, which do not measure memory.
 UNMEASURED = 3 * GIB
 
 
@@ -65,7 +65,7 @@ class Usage(NamedTuple):
 
 @dataclass(frozen=True)
 class StepMemory:
-    """The memory of a training step on one rank."""
+    """Estimates the memory of a training step on one rank."""
 
     model: ModelConfig
     activation: Activation
@@ -77,7 +77,7 @@ class StepMemory:
     taught: bool = False  # whether the run has a teacher
 
     def usage(self, sequences: int, plans: Sequence[Plan | None]) -> Usage:
-        """The memory of a step with micro-batches of `sequences`. `plans`: by layer; None if PyTorch traces a layer."""
+        """Memory of a step with `sequences` sequences per micro-batch. `plans`: by layer, None if PyTorch traces it."""
         sharing, size = self.sharing, FLOAT32 * parameters(self.model)
         accumulates = sequences < self.share
         buckets = size if self.world_size > 1 and sharing.ranks == 1 else 0
@@ -92,8 +92,8 @@ class StepMemory:
         )
 
     def ffn_saved_bytes(self, sequences: int, plans: Sequence[Plan | None]) -> int | None:
-        """Bytes that the feedforward layers save in addition to their inputs for the backward pass of `sequences`. None
-        for SiLU, where autograd and the compiler decide."""
+        """Bytes that the feedforward layers save for the backward pass of `sequences` sequences, in addition to their
+        inputs. None for SiLU, where autograd and the compiler decide."""
         if self.activation != Activation.relu:
             return None
         if self.runtime.recompute:
@@ -112,7 +112,7 @@ class StepMemory:
         if self.runtime.recompute:
             each_input = FLOAT32 * tokens * model.hidden_size
             kept, at_work = len(layers) * each_input, max(layers) - each_input
-        # In addition to saved planes [M, N], backward needs one plane if compiled, and dh, dz and du with kernels.
+        # In addition to saved [M, N] tensors, backward needs one such tensor if compiled; with kernels dh, dz and du.
         planes = 1 if plans[-1] is None else 3
         head = _head(model, tokens, element)
         if self.taught:  # the teacher's last hidden state, and a chunk of its logits
@@ -140,11 +140,11 @@ class StepMemory:
         return tokens * (per_token + FLOAT32 * model.num_heads) + saved + casts
 
     def _traced_planes(self, element: int) -> int:
-        """Bytes per token and neuron of the planes that a traced block keeps."""
+        """Bytes per token and neuron of the [M, N] tensors kept by a traced block."""
         if not self.model.gated:
             return element  # h
         if self.activation == Activation.silu:
-            return (3 if self.runtime.compile else 4) * element  # z, u and h; eager PyTorch also silu(z)
+            return (3 if self.runtime.compile else 4) * element  # z, u and h; eager PyTorch also keeps silu(z)
         # If compiled, the operator saves g and u, and the compiler saves h and the mask of g's nonzeros.
         return 3 * element + 1 if self.runtime.compile else 2 * element
 
@@ -165,7 +165,7 @@ def _last_layer(model: ModelConfig, tokens: int, planes: int) -> int:
 
 
 class Gpu:
-    """The GPU memory that is available to this process's tensors.
+    """The GPU memory available to this process's tensors.
 
     In addition to tensors, a process holds its CUDA context, NCCL's buffers and the kernels' code, which torch's
     allocator does not count. A limit covers all of them, so tensors get less.

@@ -1,16 +1,16 @@
-"""The micro-batch size, in sequences per rank: `runtime.micro_batch_size`, a number, or `auto` for what fits.
+"""The micro-batch size, in sequences per rank: `runtime.micro_batch_size`, a number or `auto` (the largest that fits).
 
 docs/TRAINING.md, "Micro-batch size and memory", describes how `auto` chooses a size that divides the rank's share of
 the global batch, grows it once layers are sparse, and halves it when memory runs out. A step's gradients are sums over
 the tokens of the global batch (training/loop.py), so the size only changes rounding.
 
-All ranks make the same decisions, because they use the plans and numbers that they agreed on at the start. Only the
+All ranks make the same decisions, because they use the same plans and the limits agreed on at the start. Only the
 forward and backward passes that check a size wait for the device. These passes leave no trace: gradients are cleared,
-random states restored, and counts ignored. A run grows once, so at most two sizes are compiled.
+random states restored, and counts ignored. The size grows only once, so at most two sizes are compiled.
 
-A deterministic run uses the estimate alone and never grows. A sharded run also uses the estimate alone, but may grow: a
-check would contain collectives, which a rank that runs out of memory would never reach. On a CPU, whose memory is not
-measured, `auto` is at most CPU_SEQUENCES.
+Deterministic runs rely on the estimate alone and never increase the size. Sharded runs also rely on the estimate, but
+may increase the size: a check would contain collectives, which a rank that runs out of memory would never reach. On a
+CPU, `auto` does not measure memory and chooses at most CPU_SEQUENCES.
 """
 
 import json
@@ -37,8 +37,8 @@ from sparsellm.training.plans import Plans
 AUTO = "auto"
 RECORD = "micro_batch.json"  # in the run's folder, written when a run of several ranks has run out of memory
 CPU_SEQUENCES = 16  # largest size on a CPU
-MOST_TOKENS = 131_072  # maximum tokens per micro-batch; larger ones gain little and were not measured
-SETTLED = 4  # a larger size must fit at this many plan decisions in a row (32 steps) before the run grows
+MOST_TOKENS = 131_072  # maximum tokens per micro-batch; more was not measured, and should gain little
+SETTLED = 4  # a larger size must fit at this many plan decisions in a row (32 steps) before it is used
 MARGIN = 0.02  # fraction of the estimated memory that is reserved for fragmentation
 # Minimum tokens per micro-batch of a sharded run: 4,096 were too few for its communication (docs/dev/LOG.md).
 FEW_TOKENS = 8_192
@@ -50,18 +50,18 @@ class MicroBatchError(SparsellmError, RuntimeError):
 
 
 class OutOfMemory(MicroBatchError):
-    """This rank, perhaps alone, ran out of memory inside a step. Other ranks may wait for this rank in a collective."""
+    """This rank, perhaps alone, ran out of memory inside a step. Other ranks may be waiting for it in a collective."""
 
 
 class Growing(NamedTuple):
-    """A larger size that would fit, and at how many consecutive plan decisions it has fitted."""
+    """A larger size that would fit, and the number of consecutive plan decisions at which it did."""
 
     size: int
     decisions: int
 
 
 class MicroBatch:
-    """Chooses `size`, the micro-batch size of every step of a run."""
+    """Chooses `size`, the micro-batch size of a run's steps."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class MicroBatch:
     ) -> None:
         """`folder`: the run's folder. `gpu`: None on a CPU. `plans`: None if PyTorch traces the layers.
 
-        `passes(tokens, size)`: forward and backward of tokens [B, T + 1], `size` sequences at a time, without
+        `passes(tokens, size)`: runs forward and backward over tokens [B, T + 1], `size` sequences at a time, without
         collectives.
         """
         self.memory, self.ranks, self.folder, self.gpu, self.plans = memory, ranks, folder, gpu, plans
@@ -83,19 +83,19 @@ class MicroBatch:
         given = memory.runtime.micro_batch_size
         self.auto = given == AUTO
         self.size = self.share if isinstance(given, str) else min(given, self.share)
-        self.first = self.size  # size of the start, which fits even if all layers are dense
+        self.first = self.size  # initial size, which fits even if all layers are dense
         self.grown: int | None = None  # the larger size, once the run has grown
         self.growing = Growing(self.size, 0)
-        self.most: int | None = None  # maximum size, after a larger size ran out of memory
-        self.limit: int | None = None  # bytes of the GPU that the process may use, minimum over ranks
+        self.most: int | None = None  # maximum size, set after a larger size ran out of memory
+        self.limit: int | None = None  # bytes that a process may use on its GPU, minimum over ranks
         self.capacity: int | None = None  # bytes that `_needed` must not exceed; None: the size does not grow
         self.peak: int | None = None  # bytes, measured at the start
         self.tried: set[int] = set()  # sizes that have been compiled
         self.restored = False  # whether the size comes from a checkpoint
-        self.teacher_bytes = 0  # memory of a teacher, in addition to that of the trained model
+        self.teacher_bytes = 0  # memory of the teacher, in addition to the trained model's
 
     def choose(self) -> None:
-        """Choose the size of a run that starts or resumes. Collective. Raises MicroBatchError if none fits."""
+        """Choose the size when a run starts or resumes. Collective. Raises MicroBatchError if none fits."""
         if not self.auto:
             return
         self._read_record()
@@ -104,7 +104,7 @@ class MicroBatch:
                 self._take_first(max(size for size in self._sizes() if size <= CPU_SEQUENCES))
             return
         limit = min(gather(self.gpu.limit))
-        if limit != self.limit:  # the checkpoint was written with another GPU or another limit
+        if limit != self.limit:  # a new run, or a checkpoint from another GPU or another limit
             self.limit, self.capacity, self.restored = limit, None, False
         if self.memory.runtime.deterministic:
             if not self.restored:
@@ -128,7 +128,7 @@ class MicroBatch:
             self.capacity = min(gather(self.gpu.available() - left_out))
 
     def _check(self, size: int) -> int:
-        """`size`, or the largest smaller size with which passes over random tokens fit on all ranks."""
+        """The largest size, at most `size`, with which passes over random tokens fit in memory on all ranks."""
         assert self.gpu is not None
         while True:
             # Up to two micro-batches, because memory peaks when the second adds to the gradients of the first.
@@ -148,8 +148,8 @@ class MicroBatch:
             size, self.restored, self.capacity = smaller[-1], False, None
 
     def _advise(self, available: int) -> None:
-        """Suggest recomputation if a sharded run has memory for only few tokens per micro-batch, because each of its
-        micro-batches communicates gradients (and weights, with `full`), however few tokens it has."""
+        """Suggest recomputation if a sharded run has memory for only few tokens per micro-batch, because each
+        micro-batch communicates all gradients (with runtime.shard=full also weights), however few tokens it has."""
         runtime, tokens = self.memory.runtime, self.size * self.memory.sequence_length
         if self.memory.sharing == UNSHARED or runtime.recompute or tokens >= FEW_TOKENS:
             return
@@ -171,7 +171,7 @@ class MicroBatch:
             self.plans.resize(size)
 
     def _sizes(self) -> list[int]:
-        """The divisors of the share, ascending."""
+        """The possible sizes: divisors of `share`, ascending."""
         most = min(self.most or self.share, max(1, MOST_TOKENS // self.memory.sequence_length))
         return [size for size in range(1, most + 1) if self.share % size == 0]
 
@@ -183,7 +183,7 @@ class MicroBatch:
         return self.memory.ffn_saved_bytes(self.size, self._plans())
 
     def usage(self, size: int, memory: StepMemory | None = None) -> Usage:
-        """The estimated memory of a step with micro-batches of `size` and the current plans."""
+        """The estimated memory of a step with micro-batches of `size` sequences and the current plans."""
         return (memory or self.memory).usage(size, self._plans())
 
     def _needed(self, size: int, memory: StepMemory | None = None) -> int:
@@ -249,7 +249,7 @@ class MicroBatch:
             try:
                 return accumulate(self.size)
             except torch.OutOfMemoryError:
-                pass  # free memory after this block, because the exception's frames hold tensors
+                pass  # memory is freed below, because the exception's frames hold tensors
             self.drop_gradients()
             give_back()
             self._halve(f"step {step:,}: out of memory with micro-batch {self.size}")
@@ -282,7 +282,7 @@ class MicroBatch:
         warn(f"{what}: repeating the step with {self.size}")
 
     def _read_record(self) -> None:
-        """Apply the limit that an earlier start with several ranks recorded."""
+        """Apply the maximum size recorded by an earlier start with several ranks."""
         path = self.folder / RECORD
 
         def read() -> int | None:
@@ -302,7 +302,7 @@ class MicroBatch:
         if most is None:
             return
         self.most = min(most, self.most or most)
-        if max(self.size, self.grown or 0) > self.most:  # also if the run has shrunk, because it would grow again
+        if max(self.size, self.grown or 0) > self.most:  # `grown` counts even if unused now: it may return
             self.restored = False
 
     def state(self) -> dict[str, Any] | None:
@@ -325,7 +325,7 @@ class MicroBatch:
         self._take(state["size"])
 
     def __str__(self) -> str:
-        """The size, and the memory by use in GiB, which is an estimate unless passes were measured."""
+        """The size, and a breakdown of memory in GiB, which is an estimate unless passes were measured."""
         said = f"{self.size} of {quantity(self.share, 'sequence')}"
         if self.gpu is None:
             return said

@@ -1,7 +1,7 @@
 """AdamW with the recipe's settings (DESIGN §3), which skips steps with a non-finite gradient.
 
-Clipping and skipping do not synchronize with the device: the fused kernel reads both from tensors. A skipped step
-leaves weights, moments and Adam's step count unchanged; the learning rate schedule advances. In a sharded model, each
+Clipping and skipping do not synchronize with the device: the fused kernel reads scale and flag from tensors. A skipped
+step leaves weights, moments and Adam's step count unchanged, but advances the schedule. In a sharded model, each
 rank updates its own shards.
 """
 
@@ -17,7 +17,8 @@ from sparsellm.training.sharding import shard_of
 
 
 def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
-    """The learning rate of `step`, 1 to `steps`: linear warm-up, then a cosine, or constant with a linear end (wsd)."""
+    """The learning rate at `step`, 1 to `steps`: linear warm-up, then cosine decay, or constant with a final linear
+    decay (wsd)."""
     if step <= config.warmup_steps:
         return config.learning_rate * step / config.warmup_steps
     if config.schedule == Schedule.wsd:
@@ -30,7 +31,7 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
 
 
 class Optimizer:
-    """Fused AdamW over a model's parameters, with weight decay only on matrices, which include the embedding.
+    """Fused AdamW over a model's parameters, with weight decay on matrices only, including the embedding.
 
     Moments are float32 and exist before the first step, so checkpoints have the same tensors at every step.
     """
@@ -78,7 +79,7 @@ class Optimizer:
         self.adamw.zero_grad(set_to_none=True)
 
     def forget(self, parameter: Tensor, rows: Tensor) -> None:
-        """Zero the moments of `rows` (bool [R], on the device) of a parameter [R, C]. Adam's step count stays."""
+        """Zero the moments of `rows` (bool [R], on the device) of a parameter [R, C]. Adam's step count is kept."""
         for moment in ("exp_avg", "exp_avg_sq"):
             tensor = self.adamw.state[parameter][moment]
             tensor.masked_fill_(shard_of(rows[:, None], tensor), 0)

@@ -1,8 +1,8 @@
 """Chooses the engine of each feedforward layer in training, from the nonzero counts of earlier steps (DESIGN §4).
 
 The counts of steps s = 1, 9, 17, ... (every DECIDE_EVERY steps) decide the plans right before step s + DELAY, on all
-ranks alike (policy/training.py). `state` holds counts that no decision has used yet, so a run that was stopped in
-between resumes identically.
+ranks alike (policy/training.py). `state` holds counts that no decision has used yet, so a run that was stopped
+before the decision resumes identically.
 
 Engines are chosen by costs measured on rank 0's GPU, by `sparsellm calibrate` or when the run starts (`begin`); without
 measurements, by the package's constants. `state` holds these costs, and a resumed run uses them even if `calibrate` has
@@ -53,12 +53,12 @@ class Plans:
 
     @property
     def plans(self) -> list[Plan | None]:
-        """The current plans by layer; None: PyTorch."""
+        """The current plan of each layer; None if PyTorch computes it."""
         return [None if self.idle else Plan.read(tensor) for tensor in self.tensors]
 
     @property
     def engines(self) -> list[str]:
-        """The names of the current engines by layer."""
+        """The name of each layer's current engine."""
         return ["torch" if plan is None else plan.engine.name for plan in self.plans]
 
     def begin(self) -> None:
@@ -72,13 +72,13 @@ class Plans:
         return first_use.policy_for([self.layer], self.ranks.device, missing).measured.get(self.layer)
 
     def _choose_by(self, costs: Costs | None) -> None:
-        """Choose engines by `costs`, or by the package's costs if None, in training and in validation."""
+        """Choose engines by `costs`, or by the package's constants if None, in training and in validation."""
         self.policy = Policy(measured={} if costs is None else {self.layer: costs})
         for block in self.blocks:
             block.choice.policy = self.policy
 
     def chosen_by(self) -> str | None:
-        """A message on the costs that choose engines; None if the package's costs fit this GPU and layer shape."""
+        """Says which costs choose the engines. None for the package's constants, if they fit this GPU and layer."""
         measured = self.layer in self.policy.measured
         if self.resumed:
             return f"chosen by {'measured costs' if measured else 'the constants of an H200'}, as when the run started"
@@ -92,7 +92,7 @@ class Plans:
         self.tokens = self.sequences * self.sequence_length // micro_batches  # mean tokens per micro-batch
 
     def before(self, step: int) -> bool:
-        """Decide the plans if a decision is due before `step`, and return whether it was. Waits for step - DELAY."""
+        """Decide the plans if due before `step`. Returns whether they were decided. Waits for step - DELAY to end."""
         if self.counts is None or step != self.counts.step + DELAY:
             return False
         counts, self.counts = self.counts.read(), None

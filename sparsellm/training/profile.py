@@ -19,7 +19,7 @@ PROFILE = "profile"  # in the run's folder
 
 
 class Profile:
-    """Traces the steps from the first to the last of `steps`, or none if []. A resumed run traces those that remain."""
+    """Traces steps `steps[0]` to `steps[1]`, or none if `steps` is empty. A resumed run traces those that remain."""
 
     def __init__(self, steps: list[int], folder: Path, ranks: Ranks) -> None:
         self.steps, self.folder, self.ranks = range(steps[0], steps[1] + 1) if steps else range(0), folder, ranks
@@ -27,7 +27,7 @@ class Profile:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Context of one step of the run."""
+        """Context manager around one training step."""
         if step not in self.steps:
             yield
             return
@@ -44,7 +44,7 @@ class Profile:
             self.write()
 
     def _wait(self) -> None:
-        """Synchronize, so that a trace has all kernels of its steps and no others."""
+        """Synchronize, so that a trace has exactly the kernels launched in its steps."""
         if self.ranks.device.type == "cuda":
             torch.cuda.synchronize(self.ranks.device)
 
@@ -56,10 +56,10 @@ class Profile:
         self._profiler.stop()
         trace, self._profiler = self._profiler, None
         path = self.folder / PROFILE / f"steps_{self._first}-{self._done}.rank_{self.ranks.rank:05}.json.gz"
-        partial = path.with_name(f"partial-{path.name}")  # the suffix decides the format
+        partial = path.with_name(f"partial-{path.name}")  # the profiler chooses the format by suffix
         try:
             path.parent.mkdir(exist_ok=True)
-            partial.unlink(missing_ok=True)  # otherwise the profiler would follow a link of this name
+            partial.unlink(missing_ok=True)  # the profiler would write through a link with this name
             trace.export_chrome_trace(str(partial))
             partial.replace(path)
         except OSError as error:

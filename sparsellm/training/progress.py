@@ -15,7 +15,7 @@ BAR = "{desc}  {percentage:3.0f}% {bar} {postfix[0]}"
 
 
 class Progress:
-    """Shows on stderr the progress of a run that has done `first` of its `steps` steps."""
+    """Shows a run's progress on stderr, after it has completed `first` of its `steps` steps."""
 
     def __init__(self, name: str, first: int, steps: int, tokens_per_step: int) -> None:
         self.steps, self.tokens_per_step = steps, tokens_per_step
@@ -76,7 +76,7 @@ class Pace:
 
 
 def line(row: dict[str, Any], steps: int, left: float | None) -> str:
-    """The line of a logged step, in columns. The held-out loss comes last, because few rows have one."""
+    """The line for a logged step, in columns. The held-out loss comes last, because few rows have one."""
     words = [_step(row, steps), f"loss {_nats(row['loss'])}"]
     if row["l1"] is not None:
         words += [f"ce {_nats(row['ce'])}", f"nonzeros {row['nnz_mean']:7,.1f}"]

@@ -19,7 +19,7 @@ from sparsellm.training.plans import Plans
 
 
 class MixedFeedForward(nn.Module):
-    """A gated block with a mixed gate and the parameters of `block`. x [B, T, K] -> y [B, T, K] and statistics."""
+    """A gated block with a mixed gate, sharing the parameters of `block`. x [B, T, K] -> y [B, T, K] and statistics."""
 
     mix: Tensor
 

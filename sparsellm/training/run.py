@@ -1,4 +1,4 @@
-"""A run from its configuration to its result: the checks before it, and the run itself, with exceptions for errors.
+"""Checks a configuration and trains it; errors are raised as exceptions.
 
 The commands `train` and `prepare_data` and the functions of the same name in sparsellm/api.py call these functions.
 """
@@ -28,14 +28,14 @@ from sparsellm.training import distillation, warm_start
 
 @dataclass(frozen=True)
 class Run:
-    """The state in which a run ended.
+    """The result of a run.
 
     Attributes:
         folder: The run's folder.
         step: The last step with a checkpoint.
         stopped: The signal that stopped the run; None if there was none.
         diverged: Whether the run ended because its loss diverged (training.stop_on_divergence=true).
-        row: The last row of metrics.jsonl, whose keys TRAINING.md lists; None if there is none.
+        row: The last row of metrics.jsonl (keys: docs/TRAINING.md); None if there is none.
     """
 
     folder: Path
@@ -51,7 +51,7 @@ class Run:
 
     @classmethod
     def of(cls, folder: Path, exit_code: int = 0) -> "Run":
-        """`exit_code`: what `Trainer.fit` returned."""
+        """The result of the run in `folder`. `exit_code`: as returned by `Trainer.fit`."""
         rows, step = metrics.history(folder / metrics.METRICS).rows, max(run_folder.saved_steps(folder), default=0)
         stopped = Signals(exit_code - 128) if exit_code > 128 else None
         return cls(folder, step, stopped, exit_code == 1, rows[-1] if rows else None)
@@ -62,7 +62,7 @@ def device_type(runtime: RuntimeConfig) -> str:
 
 
 def set_determinism(deterministic: bool) -> None:
-    """Make torch deterministic if asked. Call this before the first CUDA call."""
+    """Make torch deterministic if `deterministic` is true. Call this before the first CUDA call."""
     if deterministic:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.use_deterministic_algorithms(True)
@@ -87,11 +87,11 @@ def determinism(deterministic: bool) -> Iterator[None]:
 
 
 def check(config: Config, typed: Sequence[str] = ()) -> list[str]:
-    """All mistakes that keep `config` from being trained: in its values, the run of the same name, the data, the tasks,
-    the teacher and the model of init_from, which also sets its architecture. Collective on several nodes, which also
-    compare what they see of the run's folder.
+    """Error messages for everything that keeps `config` from being trained: its values, the run with the same name, the
+    data, the tasks, the teacher and the init_from model, from which the architecture is set. Empty if there are none.
+    Collective on several nodes, which also compare what they see in the run's folder.
 
-    `typed`: the overrides that `config` was composed from.
+    `typed`: the overrides from which `config` was composed.
     """
     run, training, runtime = config.run, config.training, config.runtime
 
@@ -116,19 +116,21 @@ def check(config: Config, typed: Sequence[str] = ()) -> list[str]:
 
 
 def check_preparation(config: Config, typed: Sequence[str] = ()) -> list[str]:
-    """Mistakes that keep the data of `config` from being prepared. Sets the architecture from init_from."""
+    """Error messages for everything that keeps the data of `config` from being prepared; empty if there are none. Sets
+    the architecture from init_from."""
     found = warm_start.adopt(config, typed) or prepare_mistakes(config)
     found = found or preparation_mistakes(data.Request.of(config))
     return found or warm_start.tokenizer_mistakes(config.data.tokenizer, config.init_from, config.distill.teacher)
 
 
 def of_rank(error: Exception) -> str:
-    """The message of `error`, which names this rank if there are several."""
+    """The message of `error`, prefixed with this rank if there are several."""
     return f"rank {os.environ['RANK']}: {error}" if world_size_from_environment() > 1 else str(error)
 
 
 def run(config: Config) -> Run:
-    """Train the model of `config`, in which `check` found no mistakes, or resume its run. Collective.
+    """Train `config`, for which `check` must have returned no errors, or resume its run. A finished run is only
+    reported. Collective.
 
     Raises MainRankFailed on the other ranks if the main rank failed. ConfigError, DataError, RunFolderError and OSError
     may be raised on this rank only; every other SparsellmError is raised on all ranks. If one of several ranks runs out

@@ -1,4 +1,4 @@
-"""Writes the rows of a run, on its main rank: to metrics.jsonl, Weights & Biases, TensorBoard and the terminal."""
+"""Writes a run's metrics rows on the main rank: to metrics.jsonl, Weights & Biases, TensorBoard and the terminal."""
 
 import shutil
 from collections.abc import Callable
@@ -21,11 +21,11 @@ class RunLog:
     ) -> None:
         self.rows, self.metrics, self.progress = rows, metrics, progress
         self.wandb, self.tensorboard = wandb, tensorboard
-        self._warned_of: str | None = None  # the last failed save that a warning has reported
+        self._warned_of: str | None = None  # error of the last failed save that was reported
 
     def write(self, row: dict[str, Any], give_back: Callable[[], None]) -> None:
-        """Write a row. On a full disk, `give_back()` frees the space of a failed save; if that is not enough, the row
-        stays in memory. `unwritten` requires all rows on disk before the next save."""
+        """Write a row. On a full disk, `give_back()` frees the space used by a failed save; if that is not enough, the
+        row stays in memory. `unwritten` requires all rows on disk before the next save."""
         try:
             try:
                 self.metrics.write(row)
@@ -66,7 +66,7 @@ class RunLog:
         return None
 
     def gone(self, step: int) -> str | None:
-        """The error that ends the run at `step` if metrics.jsonl was removed or replaced, which loses its rows."""
+        """The error that ends the run at `step` because metrics.jsonl was removed or replaced, losing rows; or None."""
         if not self.metrics.is_gone():
             return None
         return (

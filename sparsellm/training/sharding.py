@@ -38,7 +38,7 @@ from sparsellm.training.memory import UNSHARED, Sharing
 
 
 def decoder(model: ModelConfig, activation: Activation, runtime: RuntimeConfig, ranks: Ranks) -> Decoder:
-    """The decoder of a run before its first step: on this rank's device, or on "meta" for `distributed` to shard."""
+    """A new decoder for a run: on this rank's device, or on the "meta" device if `distributed` will shard it."""
     sharded = runtime.shard != Shard.none
     if sharded and ranks.world_size == 1:
         ranks.say(f"runtime.shard={runtime.shard.name} has no effect with one rank")
@@ -49,7 +49,7 @@ def decoder(model: ModelConfig, activation: Activation, runtime: RuntimeConfig, 
 def distributed(
     model: Decoder, runtime: RuntimeConfig, init_std: float, ranks: Ranks
 ) -> Decoder | DistributedDataParallel:
-    """The module that a step calls: `model` wrapped in DDP, sharded, or unchanged with one rank. Collective.
+    """The module that training steps call: `model` wrapped in DDP, sharded, or unchanged with one rank. Collective.
 
     `model` comes from `decoder`; accelerate and compile it before this call. Sharded weights are initialized here, one
     whole matrix at a time, and are bit-identical to those of an unsharded model. Raises ConfigError on all ranks if
@@ -129,9 +129,9 @@ def _ranks_of_a_node(ranks: Ranks) -> int:
 
 
 def _draw_what_constructors_draw(model: Decoder, device: torch.device) -> None:
-    """Draw what constructing an unsharded decoder on `device` draws, so that the next random numbers are the same."""
+    """Draw as many random numbers as constructing an unsharded decoder on `device`, so that later draws are equal."""
     with device:
-        for module in model.modules():  # modules() has the order of construction
+        for module in model.modules():  # modules() yields them in construction order
             if isinstance(module, nn.Embedding):
                 nn.Embedding(module.num_embeddings, module.embedding_dim)
             elif isinstance(module, nn.Linear):
@@ -141,8 +141,8 @@ def _draw_what_constructors_draw(model: Decoder, device: torch.device) -> None:
 def micro_batch(
     model: Decoder | DistributedDataParallel, runtime: RuntimeConfig, last: bool
 ) -> AbstractContextManager[None]:
-    """Context of a micro-batch's forward and backward. DDP reduces gradients in the `last` micro-batch of a step only.
-    A sharded model reduces gradients in every micro-batch within a node, and in the last between nodes."""
+    """Context manager for a micro-batch's forward and backward pass. DDP reduces gradients only in a step's `last`
+    micro-batch. A sharded model reduces them within a node in every micro-batch, and between nodes in the last."""
     if isinstance(model, FSDPModule):
         model.set_requires_all_reduce(last)
         model.set_reshard_after_backward(last or runtime.shard == Shard.full)

@@ -15,9 +15,9 @@ from sparsellm.training.sharding import shard_of
 
 
 def l1_coefficient(tokens: int, config: SparsityConfig) -> float:
-    """The L1 coefficient, under `config.l1_normalization`, of the step that ends after `tokens` tokens of all ranks.
+    """The L1 coefficient (see `config.l1_normalization`) at the step that ends after `tokens` tokens over all ranks.
 
-    It is applied outside of compiled code, as a plain number, so a new value neither recompiles nor synchronizes.
+    The coefficient is a plain number outside of compiled code, so a new value neither recompiles nor synchronizes.
     """
     since_start = tokens - config.l1_start_tokens
     if since_start <= 0:
@@ -31,7 +31,7 @@ def l1_coefficient(tokens: int, config: SparsityConfig) -> float:
 
 
 class SilentNeurons:
-    """Counts the tokens of the global batch since each neuron last fired: int64 [L, N] on the device.
+    """Counts the tokens, over all ranks, since each neuron last fired: int64 [L, N] on the device.
 
     A rank sees neurons fire only on its share of the tokens, so its counts are upper bounds, and the minimum over ranks
     is exact. Taking this minimum only when it is needed saves a collective per step.
@@ -57,9 +57,9 @@ class SilentNeurons:
 class Reinitialization:
     """Reinitializes the gate rows (rows of W_up in a non-gated model) of dead neurons, an ablation of the paper.
 
-    DESIGN §2 says which rows are drawn, when, and why.
+    DESIGN §2 says which rows are redrawn, when, and why.
 
-    The row's optimizer moments are zeroed. Adam's step count belongs to the whole matrix and stays, so the first
+    A redrawn row's optimizer moments are zeroed. Adam's step count belongs to the whole matrix and stays, so the first
     updates of the new row lack bias correction. Under a constant gradient the n-th update after the draw is (1 -
     beta1^n) / sqrt(1 - beta2^n) times the usual update: 0.45 at n = 1, above 1 from n = 9 on, at most 1.10 at n = 20,
     and 1 in the limit.
@@ -102,7 +102,8 @@ class Reinitialization:
 
     @torch.no_grad()
     def apply(self, step: int, silent_tokens: Tensor) -> None:
-        """Draw the rows that are due at the end of `step`, the same on all ranks. Collective; does not synchronize.
+        """Redraw the rows that are due at the end of `step`, identically on all ranks. Collective; does not wait for
+        the device.
 
         `silent_tokens`: exact counts, int64 [L, N], the same on all ranks.
         """

@@ -11,7 +11,7 @@ from sparsellm.distributed import groups
 from sparsellm.system.processes import PARENT_ENDED
 from sparsellm.system.streams import write_now
 
-# A second signal within SECOND seconds is not a second request, because torchrun and a scheduler may send one each.
+# Seconds in which a repeated signal does not count as a second request: torchrun and a scheduler may send one each.
 SECOND = 2
 STOPPING = "\nstopping at the next logged step, with a checkpoint; repeat to stop without one\n"
 TORCHRUN_ENDED = "\ntorchrun has ended: stopping at the next logged step, with a checkpoint\n"
@@ -19,7 +19,7 @@ HUNG_UP = "\nthe terminal is closed (SIGHUP): stopping at the next logged step, 
 
 
 class StopSignals:
-    """A context in which the signals NUMBERS are recorded and do not end the process.
+    """Context manager that records the signals in NUMBERS instead of letting them end the process.
 
     SIGHUP stays ignored if it was ignored before, as under nohup.
     """
@@ -49,7 +49,7 @@ class StopSignals:
 
 
 class StopRequest(StopSignals):
-    """The stop request of a run. The first signal prints what the run will do; a second SIGTERM or SIGINT ends the
+    """A run's stop request. The first signal prints what the run will do; a second SIGTERM or SIGINT ends the
     process at once.
 
     The end of torchrun or of the terminal is a request too. Its signal may arrive several times (both the system and

@@ -1,6 +1,6 @@
 """Warm start: a run that starts from an existing model instead of random weights (init_from, docs/TRAINING.md).
 
-The model provides the architecture and the weights, and its tokenizer must be that of the data. Once a run has started,
+The model provides the architecture and the weights, and its tokenizer must match the data's. Once a run has started,
 it no longer needs the model: config.yaml holds the architecture and checkpoints hold the weights.
 """
 
@@ -26,10 +26,10 @@ from sparsellm.training import sharding
 
 
 def adopt(config: Config, typed: Sequence[str] = ()) -> list[str]:
-    """Set the architecture of `config` in place from its `init_from`, if any; and, unless data.tokenizer was typed, the
-    name of the tokenizer in its data to the name with which the tokens were prepared. Returns mistakes.
+    """Set the architecture of `config` in place from its `init_from`, if any. Unless data.tokenizer was typed, also set
+    it to the name with which the tokens were prepared. Returns error messages, if any.
 
-    `typed`: the overrides that `config` was composed from. Typed values of model.* must agree with `init_from`.
+    `typed`: the overrides from which `config` was composed. Typed values of model.* must agree with `init_from`.
     """
     if config.init_from is None:
         return []
@@ -58,8 +58,8 @@ def adopt(config: Config, typed: Sequence[str] = ()) -> list[str]:
 
 
 def _find_its_tokens(data: DataConfig, model: str) -> None:
-    """Take the tokenizer's name from the tokens in data.path if they were made with the tokenizer of `model` under
-    another name, for example by the run that trained `model`. Changes `data`."""
+    """If the tokens in data.path were made with `model`'s tokenizer under another name, for example by the run that
+    trained `model`, use that name. Changes `data`."""
     with suppress(DataError):  # opening the data reports the error
         ready = None if data.streaming else manifest.read(data.folder)
         if ready is not None and ready.tokenizer_hash in tokenizer.digests(tokenizer.load(model, "init_from")):
@@ -68,9 +68,9 @@ def _find_its_tokens(data: DataConfig, model: str) -> None:
 
 
 def _disagreements(name: str, model: ModelConfig, typed: list[str]) -> list[str]:
-    """Mistakes for typed values of model.* that differ from `model`, the architecture of the init_from `name`."""
+    """Error messages for typed values of model.* that differ from `model`, the architecture of init_from=`name`."""
     theirs = flat({"model": to_dict(model)})
-    meant = theirs | {"model.num_key_value_heads": model.kv_heads, "model.head_dim": model.head_width}  # by null
+    meant = theirs | {"model.num_key_value_heads": model.kv_heads, "model.head_dim": model.head_width}  # null's meaning
     return [
         f"{key} is {value!r}, but init_from={name} has {theirs[key]!r}: leave it out, because init_from decides it"
         for key, value in typed_values(typed).items()
@@ -80,7 +80,7 @@ def _disagreements(name: str, model: ModelConfig, typed: list[str]) -> list[str]
 
 def require_one_tokenizer(models: dict[str, str], corpus: DataConfig, data: Data, ranks: Ranks) -> None:
     """Raise DataError on the main rank, and MainRankFailed on the others, if the tokenizer of `data` differs from that
-    of one of `models` (from `read_at_start`). Warn if only the begin- or end-of-text tokens differ. Collective."""
+    of any of `models` (from `read_at_start`). Warn if only the begin- or end-of-text tokens differ. Collective."""
 
     def compare() -> None:
         where = f"data.mix={','.join(corpus.mix_names)}" if corpus.mix else f"data.path={corpus.path}"
@@ -107,7 +107,8 @@ def require_one_tokenizer(models: dict[str, str], corpus: DataConfig, data: Data
 
 
 def tokenizer_mistakes(given: str | None, init_from: str | None, teacher: str | None) -> list[str]:
-    """Mistakes if the tokenizer `given` differs from that of init_from or the teacher. Called before preparation."""
+    """Error messages if data.tokenizer, `given`, differs from the tokenizer of init_from or of the teacher. Called
+    before preparation."""
     found = []
     for key, name in (("init_from", init_from), ("distill.teacher", teacher)):
         if given is None or name is None or name == given:
@@ -126,14 +127,14 @@ def tokenizer_mistakes(given: str | None, init_from: str | None, teacher: str | 
 
 
 def read_at_start(run: RunConfig, init_from: str | None, teacher: str | None) -> dict[str, str]:
-    """{key: name} of the models that a start of the run reads: init_from if there is no checkpoint, and the teacher."""
+    """{key: name} of the models read when the run starts: init_from if there is no checkpoint, and the teacher."""
     begins = run.restart or not run_folder.saved_steps(run.folder)
     named = {"init_from": init_from if begins else None, "distill.teacher": teacher}
     return {key: name for key, name in named.items() if name is not None}
 
 
 def weight_mistakes(models: dict[str, str]) -> list[str]:
-    """Mistakes in the weights of local `models` (from `read_at_start`) that the headers of the files show."""
+    """Error messages for local `models` (from `read_at_start`) whose file headers show damaged or missing weights."""
     found = []
     for key, name in models.items():
         if Path(name).expanduser().exists():
@@ -148,11 +149,11 @@ def weight_mistakes(models: dict[str, str]) -> list[str]:
 def write_weights(
     model: Decoder, name: str, architecture: ModelConfig, run_name: str | None, data: Data, ranks: Ranks
 ) -> list[int]:
-    """Load the weights of `name`, the init_from, into `model`, which may be sharded; the main rank reads them.
+    """Load the weights of `name`, the value of init_from, into `model`, which may be sharded; the main rank reads them.
     Collective.
 
-    Returns, on the main rank, tokens that end a text of `name` in addition to the end-of-text token of `data`, for
-    example the end of a chat turn. Documents never contain these special tokens, so stopping there truncates no text.
+    Returns, on the main rank, the stop tokens of `name` other than the end-of-text token of `data`, for example the end
+    of a chat turn. Documents never contain these special tokens, so stopping there truncates no text.
 
     Raises ConfigError on the main rank, and MainRankFailed on the others, if the weights cannot be read or have another
     architecture.
@@ -162,7 +163,7 @@ def write_weights(
 
     def read() -> None:
         with source("init_from", name) as checkpoint:
-            checkpoint.identity()  # verifies the checksums, if the checkpoint is one of ours
+            checkpoint.identity()  # verifies the checksums if sparsellm wrote the checkpoint
             found, _, read = load_float32(checkpoint)
             named = pretrained.stop_tokens(checkpoint.model)
         if found != architecture:
@@ -185,7 +186,7 @@ def write_weights(
 
 
 def send(weights: dict[str, Tensor], model: Decoder, ranks: Ranks) -> None:
-    """Send the main rank's `weights` to `model` on each rank, which may be sharded. Empties `weights`. Collective."""
+    """Copy the main rank's `weights` into every rank's `model`, which may be sharded. Empties `weights`. Collective."""
     for name, parameter in model.named_parameters():
         whole = torch.empty(parameter.shape, device=ranks.device)
         if ranks.is_main:
@@ -200,7 +201,7 @@ def source(key: str, name: str) -> Iterator[Checkpoint]:
     answer, and raises ConfigError if the model does not exist or cannot be read."""
 
     def refusal(said: str) -> ConfigError:
-        return ConfigError([said.replace("checkpoint=", f"{key}=", 1)])  # messages of `locate` name `checkpoint`
+        return ConfigError([said.replace("checkpoint=", f"{key}=", 1)])  # `locate` names the key `checkpoint`
 
     try:
         checkpoint = locate(name)
