@@ -1,6 +1,6 @@
-"""Which kernels compute in this process: the CUDA kernels, for Hopper, or those in Triton, for any CUDA GPU.
+"""Selects the kernels that this process uses: the CUDA kernels (Hopper only) or the Triton kernels (any CUDA GPU).
 
-One process uses one kind of kernels, because the tensors saved for backward differ between kinds.
+A process uses only one kind, because the tensors saved for backward differ between the two.
 """
 
 from pathlib import Path
@@ -14,8 +14,8 @@ from sparsellm.system.console import is_main_rank, warn
 
 DRIVER = Path("/proc/driver/nvidia/version")  # exists where the driver of an NVIDIA GPU is loaded
 NAMES = {"cuda": "the CUDA kernels", "triton": "the Triton kernels"}
-# The driver of the Triton kernels once they are loaded. The driver is global to the process, like the CUDA kernels'
-# library (sparsellm.ops.build): a registered operator receives only tensors, so it must find its kernels when it runs.
+# The Triton kernels' driver module, once loaded. It is global to the process, like the CUDA kernels' library
+# (sparsellm.ops.build): a registered operator receives only tensors, so it must find its kernels when it runs.
 _triton: ModuleType | None = None
 _said: set[str] = set()
 
@@ -29,8 +29,8 @@ def of_this_machine() -> str:
 
 
 def load(kernels: str = "auto") -> None:
-    """Load the kernels "cuda" or "triton", or, with "auto", those of this GPU. Raises KernelsUnavailable if they do not
-    run here, and ValueError if this process has loaded the other kernels."""
+    """Load the "cuda" or "triton" kernels, or with "auto" the kernels for this GPU. Raises KernelsUnavailable if the
+    kernels cannot run here, and ValueError if this process has already loaded the other kind."""
     global _triton
     if kernels == "auto":
         kernels = loaded() or of_this_machine()
@@ -51,7 +51,8 @@ def load(kernels: str = "auto") -> None:
 def available() -> tuple[bool, str]:
     """(True, "") if `load("auto")` works here, else (False, why); rank 0 also prints why, once per process.
 
-    Raises NamedKernelsUnusable, because a person who names a library does not want PyTorch instead.
+    Raises NamedKernelsUnusable if SPARSELLM_KERNELS names an unusable library, because falling back to PyTorch would
+    ignore the user's choice.
     """
     try:
         load()

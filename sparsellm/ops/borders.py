@@ -18,11 +18,11 @@ ALONE = 4
 # For fewer tokens, cuBLAS with separate elementwise kernels is mostly faster than fused kernels; for more, it is mostly
 # slower (LOG.md, "From how many tokens on the fused dense kernels pay").
 MIN_FUSED_TOKENS = 1344
-ALL_FIT = 1 << 22  # if M N is at most this, the lists hold all activations, whatever the plan's room
+ALL_FIT = 1 << 22  # if M N is at most this, the tile engine's lists hold all activations, whatever the plan's room
 
 
 def capacity(tokens: int, neurons: int, room: int) -> int:
-    """How many nonzeros the lists of a call must hold: `room` per token, or all activations in a small call."""
+    """How many nonzeros the tile engine's lists must hold: `room` per token; in a small call, all activations."""
     return tokens * (neurons if tokens * neurons <= ALL_FIT else min(room, neurons))
 
 

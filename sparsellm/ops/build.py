@@ -1,7 +1,7 @@
 """Finds or builds the library of the CUDA kernels, and loads it.
 
-`load` takes the first library that exists of these:
-    1. the library that SPARSELLM_KERNELS names, a file or its folder; an unusable one is an error
+`load` uses the first of these libraries that exists:
+    1. the library named by SPARSELLM_KERNELS (a file or its folder); an unusable library is an error
     2. the library in the installed package, if it was built from the package's sources
     3. the library in the cache
     4. a new library, built into the cache; only this step needs nvcc, and none needs a GPU
@@ -44,8 +44,8 @@ class NamedKernelsUnusable(KernelsUnavailable):
 
 
 def load() -> None:
-    """Make torch.ops.sparsellm_cuda.* callable, building first if need be. Raises KernelsUnavailable. Only the first
-    call in a process tries; later calls raise the same error."""
+    """Make torch.ops.sparsellm_cuda.* callable, building the library first if necessary. Raises KernelsUnavailable if
+    that fails; later calls in the same process then raise the same error without trying again."""
     global _failure, _loaded
     with _lock:
         if _loaded:
@@ -84,7 +84,7 @@ def _check_device() -> None:
 
 
 def _load(path: Path) -> None:
-    """Load the library, and check that its kernels change their algorithms at the token counts of borders.py."""
+    """Load the library, and check that its kernels change their algorithms at the token counts given in borders.py."""
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
@@ -104,12 +104,12 @@ def _load(path: Path) -> None:
 
 
 def library() -> Path:
-    """The path of the library that fits this package's sources: found, or else built. Raises KernelsUnavailable."""
+    """The library matching this package's sources, built if none exists. Raises KernelsUnavailable on failure."""
     return prebuilt() or build()
 
 
 def prebuilt() -> Path | None:
-    """The path of the library that is named, packaged or in the cache; None if nvcc must make one."""
+    """The path of the named, packaged or cached library; None if nvcc must build one."""
     if named := os.environ.get(NAMED):
         return _named(Path(named))
     packaged = compiler.KERNELS / LIBRARY
@@ -139,7 +139,7 @@ def _named(path: Path) -> Path:
 
 
 def build() -> Path:
-    """The path of the library in the cache; builds it if it does not exist. Raises KernelsUnavailable."""
+    """The path of the cached library, built if necessary. Raises KernelsUnavailable if the build fails."""
     path = _cached()
     if path.is_file():
         return path
@@ -161,10 +161,10 @@ def build() -> Path:
 
 
 def _build_into(folder: Path, nvcc: Path, waited: bool) -> None:
-    """Build the library; the caller holds the lock of `folder`.
+    """Build the library; the caller must hold the lock for `folder`.
 
-    waited: another process held the lock just before. If the build of that process failed, this call fails with the
-    same log, so that many ranks do not all compile in vain, one after another.
+    waited: whether another process held the lock just before. If that process's build failed, this call fails with the
+    same log, so that ranks do not repeat a failing build one after another.
     """
     failed = folder.with_name(f"{folder.name}.failed.log")
     if waited and failed.is_file():
@@ -194,7 +194,7 @@ def _compile_error(log: Path) -> KernelsUnavailable:
 
 
 def cache() -> Path:
-    """The folder of files that are made once per machine: ~/.cache/sparsellm, or SPARSELLM_CACHE_DIR."""
+    """The folder for files that are created once per machine: ~/.cache/sparsellm, or SPARSELLM_CACHE_DIR."""
     root = os.environ.get("SPARSELLM_CACHE_DIR")
     return (Path(root) if root else Path.home() / ".cache" / "sparsellm").absolute()
 

@@ -60,7 +60,7 @@ def require_gpu() -> None:
 
 
 def nvcc() -> Path:
-    """The path of the CUDA compiler. Raises KernelsUnavailable, which names all places that were searched."""
+    """The path of the CUDA compiler. If there is none, raises KernelsUnavailable, which lists the paths searched."""
     home = os.environ.get("CUDA_HOME")
     for path in (home and f"{home}/bin/nvcc", shutil.which("nvcc"), TOOLKIT / "bin" / "nvcc"):
         if path and Path(path).is_file():
@@ -75,7 +75,7 @@ def nvcc() -> Path:
 
 
 def _nvcc_from_pip() -> Path | None:
-    """The nvcc of pip's package nvidia-cuda-nvcc, in site-packages/nvidia/cu13/bin; None without the package.
+    """The nvcc of the pip package nvidia-cuda-nvcc, in site-packages/nvidia/cu13/bin; None if it is not installed.
 
     Raises KernelsUnavailable if a header that nvcc needs from another package is missing.
     """
@@ -151,7 +151,7 @@ def compile_into(folder: Path, nvcc: Path) -> tuple[bool, str]:
     lines.append(f"build {_escaped(folder / LIBRARY)}: link {inputs}")
     script = folder / "build.ninja"
     script.write_text("\n".join(lines) + "\n")
-    # NINJA_STATUS would change the prefix of the descriptions, from which sparsellm.ops.resources reads the file.
+    # NINJA_STATUS would change the prefix of the descriptions, from which sparsellm.ops.resources reads file names.
     environment = {name: value for name, value in os.environ.items() if name != "NINJA_STATUS"}
     finished = subprocess.run(
         [_ninja_program(), "-f", script], cwd=KERNELS, env=environment, text=True, errors="replace",
@@ -161,7 +161,7 @@ def compile_into(folder: Path, nvcc: Path) -> tuple[bool, str]:
 
 
 def _ninja_program() -> str:
-    folder = str(Path(sys.executable).parent)  # a virtual environment that is not active has its programs only here
+    folder = str(Path(sys.executable).parent)  # the programs of a virtual environment that is not active are only here
     program = shutil.which("ninja", path=folder) or shutil.which("ninja")
     if program is None:
         raise KernelsUnavailable("no ninja to build the kernels with: `pip install ninja`")

@@ -1,7 +1,7 @@
-"""The driver of the CUDA kernels (kernels/engines.h): calls the C++ operator that computes a plan.
+"""The driver of the CUDA kernels (kernels/engines.h): calls the C++ operators of a plan's engine.
 
 Letters: M tokens, K model width, N neurons. All inputs are on one Hopper GPU. x and dy are bfloat16; weights have any
-dtype that casts to bfloat16; w_gate is None in non-gated layers. The callers (sparsellm.ops.feedforward) have checked
+dtype that casts to bfloat16; w_gate is None in non-gated layers. Callers (sparsellm.ops.feedforward) must have checked
 the inputs and loaded the kernels. Nothing here waits for the device. Non-contiguous or misaligned inputs are copied.
 """
 
@@ -19,7 +19,7 @@ from sparsellm.ops.twell import PackedGate
 # that identifies the engine (engine_of).
 ALIGNMENT = 16
 SAVED_BY = {0: Engine.dense, 2: Engine.tile, 6: Engine.tile}  # by a saved buffer's length modulo ALIGNMENT
-NO_MEMORY = "torch could not allocate memory"  # in the error of an operator (kernels/bindings.cpp)
+NO_MEMORY = "torch could not allocate memory"  # part of an operator's error message (kernels/bindings.cpp)
 
 Forward = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -34,13 +34,13 @@ def forward(
     saving: bool,
     counting: bool = True,
 ) -> Forward:
-    """(y, l1, fired, counts, saved) of `sparsellm.ops.feedforward`, by the engine of `plan`.
+    """(y, l1, fired, counts, saved) of `sparsellm.ops.feedforward`, computed by the engine of `plan`.
 
     y [M, K]; l1 0-d float32; fired bool [N]; counts int64 [4]; saved uint8: one buffer for `backward`, empty unless
-    `saving`, whose length identifies the engine (`engine_of`). w_down_t [N, K]: w_down by neuron, or None. Weights are
+    `saving`, whose length identifies the engine (`engine_of`). w_down_t [N, K]: w_down transposed, or None. Weights are
     cast to the dtype of x. Without `counting`, the dense engine may skip the statistics: l1, fired and counts are then
-    empty. Raises ValueError if the row engine, which has no backward, should save, and for more tokens than the tile
-    engine supports.
+    empty. Raises ValueError if `saving` is true for the row engine, which has no backward, and for more tokens than the
+    tile engine supports.
     """
     m, n = x.shape[0], w_down.shape[1]
     if plan.engine == Engine.row and saving:
@@ -66,7 +66,8 @@ def forward(
 def row_output(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down_t: Tensor) -> Tensor:
     """y [..., K] for x [..., K] by the row engine, without statistics, for callers that are host-bound.
 
-    Nothing is checked or copied: M > 0, and all tensors are bfloat16, contiguous (`readable`), and of fitting shapes.
+    Nothing is checked or copied: M must be positive, and all tensors must be bfloat16, contiguous and aligned (see
+    `readable`), with matching shapes.
     """
     return _called("row_forward", x, w_gate, w_up, w_down_t, False)[0]
 
@@ -74,7 +75,7 @@ def row_output(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down_t: Tensor)
 def backward(
     x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, dy: Tensor, dl1: Tensor, saved: Tensor
 ) -> list[Tensor]:
-    """[dx, dw_gate if gated, dw_up, dw_down] of `forward`, by the engine that filled `saved`. dy [M, K]; dl1: 0-d.
+    """Computes [dx, dw_gate if gated, dw_up, dw_down] by the engine that filled `saved`. dy [M, K]; dl1: 0-d.
 
     The tile engine returns float32 gradients for float32 weights; all other gradients have the dtype of x.
     """
@@ -93,9 +94,9 @@ def backward(
 
 
 def _called(name: str, *arguments: Any) -> Any:
-    """The results of an operator of the kernels. Torch's stable ABI tells C++ only that an allocation failed, so the
-    operator raises RuntimeError. This function raises torch.OutOfMemoryError instead, from which callers know that
-    smaller calls may fit."""
+    """The results of one of the kernels' operators. Torch's stable ABI tells C++ only that an allocation failed, so the
+    operator raises RuntimeError. This function raises torch.OutOfMemoryError instead, which tells callers that smaller
+    calls may fit."""
     try:
         return getattr(torch.ops.sparsellm_cuda, name)(*arguments)
     except RuntimeError as error:
@@ -108,7 +109,7 @@ def engine_of(saved: Tensor) -> Engine:
     """The engine that filled a saved buffer. The buffer's length is a multiple of ALIGNMENT plus the engine's number,
     plus 4 where the tile engine has ordered the tokens: 33,105,158 = 16 * 2,069,072 + 2 + 4 is the tile engine.
 
-    Raises ValueError for a length that no engine gives a buffer.
+    Raises ValueError for a length that no engine's buffer has.
     """
     rest = saved.numel() % ALIGNMENT
     if rest not in SAVED_BY:
@@ -121,7 +122,7 @@ def engine_of(saved: Tensor) -> Engine:
 
 def planes_of(saved: Tensor, count: int, m: int, n: int, dtype: torch.dtype) -> list[Tensor]:
     """What the dense engine saved: `count` planes [M, N], which are g and, in gated layers, u. Kernels that do not fuse
-    (sparsellm.ops.borders) save z, which is g before the ReLU, instead of g. Raises ValueError for another length."""
+    (sparsellm.ops.borders) save z, which is g before the ReLU, instead of g. Raises ValueError for any other length."""
     if saved.numel() != (length := count * m * n * dtype.itemsize):
         raise ValueError(
             f"saved has {saved.numel():,} bytes: it should have {length:,}, which the dense engine saves for {m:,}"
@@ -142,7 +143,7 @@ def capacity_of(m: int, n: int, room: int) -> int:
 
 
 def tile_saved_bytes(m: int, n: int, room: int, gated: bool) -> int:
-    """The bytes that `forward` by the tile engine saves for backward."""
+    """The number of bytes that the tile engine saves for backward."""
     if not m:
         return 0
     return torch.ops.sparsellm_cuda.tile_saved_bytes(m, n, gated, capacity_of(m, n, room), borders.orders(m))

@@ -7,8 +7,8 @@
               u (in non-gated layers g) for backward, in addition to the inputs.
     a plan    or the tensor that encodes one (sparsellm.ops.plan): the registered operator
               `torch.ops.sparsellm.feedforward`. Compilers do not look inside the operator, which reads the plan when it
-              runs, so a new plan never recompiles. Each engine saves what its own backward needs: dense one or two
-              planes of M x N values, tile the nonzeros of g and u.
+              runs, so a new plan triggers no recompilation. Each engine saves what its own backward needs: dense one or
+              two planes of M x N values, tile the nonzeros of g and u.
 
 The row and tile engines run on the CUDA or Triton kernels, in bfloat16 on a GPU, or raise an error. The dense engine
 runs everywhere: on kernels if they are already loaded (sparsellm.ops.backend), else in PyTorch. An engine that cannot
@@ -27,7 +27,7 @@ from sparsellm.ops import backend, cuda, reference
 from sparsellm.ops.plan import Engine, Plan
 from sparsellm.ops.twell import MAX_COLUMNS
 
-MULTIPLE = 8  # K and N: 16-byte rows of bfloat16
+MULTIPLE = 8  # K and N must be multiples of this, so that every bfloat16 row is a multiple of 16 bytes long
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -77,7 +77,7 @@ def feedforward(
         plan: The engine that computes the call. None: the PyTorch reference, traced.
 
     Raises:
-        ValueError: Shapes, dtypes, devices or the plan are not allowed.
+        ValueError: Shapes, dtypes, devices or the plan are invalid.
         KernelsUnavailable: The plan's engine cannot run here.
         RuntimeError: The caller requested second derivatives or forward mode.
     """
@@ -218,11 +218,11 @@ def forward(
     saving: bool,
     counting: bool = True,
 ) -> cuda.Forward:
-    """(y, l1, fired, counts, saved) by the engine of `plan`; the inputs have been checked.
+    """(y, l1, fired, counts, saved), computed by the engine of `plan`; the caller must have checked the inputs.
 
-    w_down_t [N, K]: w_down by neuron, which saves the row and tile engines a transposition, or None. Without
-    `counting`, the kernels' dense engine may skip the statistics: l1, fired and counts are then empty.
-    Raises ValueError or KernelsUnavailable if the plan's engine cannot run, and RuntimeError in forward mode.
+    w_down_t [N, K]: w_down transposed in advance for the row and tile engines, or None. Without `counting`, the
+    kernels' dense engine may skip the statistics: l1, fired and counts are then empty. Raises ValueError or
+    KernelsUnavailable if the plan's engine cannot run, and RuntimeError in forward mode.
     """
     if in_forward_mode():
         raise RuntimeError("a feedforward layer with a plan was differentiated in forward mode: use backward mode")

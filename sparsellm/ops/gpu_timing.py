@@ -1,6 +1,6 @@
 """GPU time of several candidates, measured in alternation in one process with CUDA events.
 
-Alternation spreads drifts of clock and temperature over all candidates. Every round starts with a short spin of the
+Alternation spreads clock and temperature drift evenly over all candidates. Every round starts with a short spin of the
 GPU, during which the host enqueues the whole round; rounds of many short calls have a longer spin. So the times are
 those of the GPU's work rather than the host's launches, as in a model whose host runs ahead of the GPU. A candidate can
 use different copies of its inputs in each round, so that the inputs are not in L2.
@@ -15,8 +15,8 @@ from itertools import pairwise
 import torch
 
 CYCLES = 2e9  # GPU cycles per second, roughly
-SPIN_SECONDS = 3e-3, 20e-3  # bounds: no spin is long enough for a candidate that makes the host wait for the GPU
-SPIN_MARGIN = 1.25  # spin relative to the time in which the host enqueues the calls of a round, one by one
+SPIN_SECONDS = 3e-3, 20e-3  # minimum and maximum; no spin is long enough for a candidate that waits for the GPU
+SPIN_MARGIN = 1.25  # ratio of the spin to the time that the host needs to enqueue a round's calls one by one
 
 
 def alternating_ms(

@@ -1,4 +1,4 @@
-"""Copies from the device to the host that the host does not wait for."""
+"""Asynchronous copies from the device to the host."""
 
 import torch
 from torch import Tensor

@@ -29,8 +29,8 @@ def mixed_feedforward(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, m
     """x [M, K], w_gate and w_up [N, K], w_down [K, N]; mix: the share of ReLU in the gate, in [0, 1], 0-d float32 on
     the device of x, without a gradient.
 
-    Autocast sets the compute dtype. Nothing is packed; `union` of the result is -1, because it is not measured. Raises
-    ValueError for shapes, dtypes or devices that are not allowed.
+    Autocast sets the compute dtype. Nothing is packed, and the result's `union` is -1 (not measured). Raises ValueError
+    for shapes, dtypes or devices that are not allowed.
     """
     x, cast = in_autocast(x)
     check(x, w_gate, w_up, w_down, cast)

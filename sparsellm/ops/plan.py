@@ -1,4 +1,4 @@
-"""The engine choice of a layer: which engine computes a call, and with how much list capacity."""
+"""A layer's engine choice: which engine computes a call, and the capacity of the tile engine's lists."""
 
 from enum import IntEnum
 from typing import NamedTuple
@@ -12,10 +12,11 @@ ROOM = 320  # default capacity of the tile engine's lists, in nonzeros per token
 
 
 class Engine(IntEnum):
-    """dense multiplies every token by every neuron. row multiplies each token by the weight rows of its own neurons,
-    and has no gradients. tile multiplies each tile of 128 tokens by the weight rows of the neurons that fire in it.
+    """dense multiplies every token by every neuron. row multiplies each token by the weight rows of the neurons that
+    fire for that token, and has no gradients. tile multiplies each tile of 128 tokens by the weight rows of the neurons
+    that fire in it.
 
-    The numbers are part of the plan's tensor and of a saved buffer's length (sparsellm.ops.cuda.engine_of).
+    These numbers are stored in the plan's tensor and encoded in a saved buffer's length (sparsellm.ops.cuda.engine_of).
     """
 
     dense = 0
@@ -28,26 +29,27 @@ ENGINES = tuple(engine.name for engine in Engine)
 
 class Plan(NamedTuple):
     """engine: which engine computes. room: the capacity of the tile engine's lists, in nonzeros per token on average
-    over a call. A call with more takes the overflow path, which is exact but slower, and adds 1 to `rest_calls`."""
+    over a call. A call with more nonzeros takes the overflow path, which is exact but slower, and adds 1 to
+    `rest_calls`."""
 
     engine: Engine = Engine.dense
     room: int = ROOM
 
     @classmethod
     def of(cls, engine: str, room: int = ROOM) -> "Plan":
-        """The plan for the engine of this name. Raises ValueError for an unknown name or an impossible room."""
+        """The plan for the engine named `engine`. Raises ValueError for an unknown name or an invalid room."""
         if engine not in ENGINES:
             raise ValueError(f"engine is {engine!r}: it should be {', '.join(ENGINES[:-1])} or {ENGINES[-1]}")
         return cls.read(cls(Engine[engine], room).tensor())
 
     def tensor(self) -> Tensor:
-        """The plan as int32 [2] on the CPU. Compiled code takes it as an input, so writing a new plan into the tensor
-        recompiles nothing."""
-        return torch.tensor(self, dtype=torch.int32, device="cpu")  # whatever torch.device is in effect
+        """The plan as int32 [2] on the CPU. Compiled code takes this tensor as an input, so writing a new plan into the
+        tensor triggers no recompilation."""
+        return torch.tensor(self, dtype=torch.int32, device="cpu")  # also inside `with torch.device`
 
     @classmethod
     def read(cls, tensor: Tensor) -> "Plan":
-        """The plan that a tensor of `tensor()` encodes. Raises ValueError for any other tensor."""
+        """The plan encoded by a tensor from `Plan.tensor`. Raises ValueError for any other tensor."""
         if tensor.dtype != torch.int32 or tensor.device.type != "cpu" or tensor.shape != (2,):
             raise ValueError(
                 f"plan is {tensor.dtype} {list(tensor.shape)} on {tensor.device}: it should be torch.int32 [2] on cpu"

@@ -5,9 +5,9 @@ Letters: M tokens, K model width, N neurons. Weights have Hugging Face's layout:
     gated      z = x w_gate^T    g = relu(z)    u = x w_up^T    h = g * u    y = h w_down^T
     non-gated  z = x w_up^T      g = relu(z)                    h = g        y = h w_down^T      w_gate is None
 
-Numerics: every matmul accumulates as PyTorch does (float32 for bfloat16) and is rounded once to the compute dtype,
-which is that of x. Elementwise arithmetic on the results is done in `accumulator(dtype)` and rounded once. Gradients
-follow docs/dev/DESIGN.md, section 2, and are exactly zero where the neuron is inactive. float64 inputs give float64
+Numerics: every matmul accumulates as PyTorch does (float32 for bfloat16) and is rounded once to the compute dtype, the
+dtype of x. Elementwise arithmetic on the results is done in `accumulator(dtype)` and rounded once. Gradients follow
+docs/dev/DESIGN.md, section 2, and are exactly zero where the neuron is inactive. float64 inputs give float64
 throughout.
 
 All functions here are pure, and written so that a compiler can fuse their elementwise halves.

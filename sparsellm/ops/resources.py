@@ -18,7 +18,7 @@ class Resources(NamedTuple):
 
 
 def resources(log: str) -> list[Resources]:
-    """The resources of every function in the log of a build."""
+    """The resources of every function listed in a build log."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
     file, function, kernel = "", "", ""
     for line in log.splitlines():

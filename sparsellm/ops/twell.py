@@ -1,9 +1,9 @@
 """TwELL, the packed format of the sparse activations, in plain PyTorch: the executable specification of the kernels.
 
-Letters: M tokens, N neurons. MT = ceil(M / 128) token tiles, NT = ceil(N / 256) column tiles, W = 32 words of a
-segment: one word for eight columns.
+Letters: M tokens, N neurons. MT = ceil(M / 128) token tiles, NT = ceil(N / 256) column tiles, W = 32 words per segment,
+one for every eight columns.
 
-A segment is one token's 256 columns of one column tile. A segment stores its nonzeros in W 32-bit words: word 0 is the
+A segment is one token's part of one column tile: 256 columns. Its nonzeros are stored in W 32-bit words: word 0 is the
 number of nonzeros; words 1 to count are `bfloat16 bits << 16 | column`, columns ascending and counted from the start of
 the whole row. A token whose neurons 3, 200 and 300 fire has the segments `2, v3 << 16 | 3, v200 << 16 | 200` in column
 tile 0 and `1, v300 << 16 | 300` in column tile 1. A segment with more than W - 1 nonzeros (wide) has its count in word
@@ -43,7 +43,7 @@ class PackedGate(NamedTuple):
 
 
 def tiles(length: int, tile: int) -> int:
-    """How many tiles of `tile` it takes to cover `length`."""
+    """How many tiles of size `tile` are needed to cover `length`."""
     return -(-length // tile)
 
 
@@ -66,7 +66,7 @@ def pack(h: Tensor) -> PackedGate:
     columns = torch.arange(width, dtype=torch.int32, device=h.device)
     values = (bits << 16) | columns.view(column_tiles, COLUMN_TILE)
     kept = active & fits[..., None]
-    slot = torch.where(kept, active.cumsum(-1), WORDS)  # other values go after the last word, and are cut off
+    slot = torch.where(kept, active.cumsum(-1), WORDS)  # values not kept go after the last word, and are cut off
     words = bits.new_zeros((m, column_tiles, WORDS + 1))
     words = words.scatter_(2, slot, values)[..., :WORDS]
     words[..., 0] = counts

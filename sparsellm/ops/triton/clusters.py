@@ -18,12 +18,12 @@ and 2 i + 1 count as one *pair*, which halves the work and makes unions 1% large
 All quantities are sums of integers, and ties go to the lowest index, so the order is the same in every run. Each token
 has one cluster and one rank within its cluster, so the order is always a permutation.
 
-Arrays by chunk: masks int32 [chunks, CLUSTERS, WORDS] has bit 2 i of word w of a profile's pairs, where WORDS is the
-number of words of a token's bits, rounded up. `table` int8 [chunks, CLUSTERS, 16, WORDS] has the same bits as zeros and
-ones at [i, w]. A token's words, shifted right by 2 i, are then the left operand of an int8 matmul with the rows i of
-`table`. prices and sizes: int32 [chunks, CLUSTERS]. clusters int32 [chunks, size]: the cluster of each processed token
-(all tokens, or the samples). counts int32 [chunks, blocks, CLUSTERS]: how many of each block of TOKENS processed tokens
-went to each cluster.
+Arrays by chunk: masks int32 [chunks, CLUSTERS, WORDS] marks each pair of a profile by bit 2 i of word w, where WORDS is
+the number of words of a token's bits, rounded up. `table` int8 [chunks, CLUSTERS, 16, WORDS] has the same bits as zeros
+and ones at [i, w]. A token's words, shifted right by 2 i, are then the left operand of an int8 matmul with the rows i
+of `table`. prices and sizes: int32 [chunks, CLUSTERS]. clusters int32 [chunks, size]: the cluster of each processed
+token (all tokens, or the samples). counts int32 [chunks, blocks, CLUSTERS]: how many of each block of TOKENS processed
+tokens went to each cluster.
 """
 
 import triton
@@ -56,7 +56,7 @@ def pairs(words):
 
 @triton.jit
 def looked_at(block, m, size, samples, TOKENS: tl.constexpr):
-    """Block number `block`, of TOKENS, of the `samples` evenly spaced tokens of chunk program_id(1). Returns (the
+    """Block number `block` (TOKENS tokens) of the `samples` evenly spaced tokens in chunk program_id(1). Returns (the
     indices of the block's tokens among the samples; the numbers of these tokens; whether each of them exists)."""
     first = tl.program_id(1) * size
     tokens = tl.minimum(size, m - first)
@@ -80,9 +80,9 @@ def profile(
     OF_ROW: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
     CLUSTERS: tl.constexpr, MEMBERS: tl.constexpr, SHARE: tl.constexpr, LEADERS: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, j) makes the profile of cluster i of chunk j: from the cluster's leader (LEADERS), or from the first
-    of its tokens in `members` [chunks, size], which is sorted by cluster. WIDE: a power of 2, at least WORDS. ROWS rows
-    are read at a time."""
+    """Program (i, j) makes the profile of cluster i of chunk j: from the cluster's leader if LEADERS, otherwise from
+    the cluster's first tokens in `members` [chunks, size], which is sorted by cluster. WIDE: a power of 2, at least
+    WORDS. ROWS rows are read at a time."""
     cluster, chunk = tl.program_id(0), tl.program_id(1)
     first = chunk * size
     tokens = tl.minimum(size, m - first)
@@ -227,7 +227,8 @@ def alike(
 
 
 def order_tokens(bits: Tensor, order: Tensor, positions: Tensor) -> None:
-    """Fill `order`, int32 [M], the token at each position, and its inverse `positions`, from bits [M, ceil(N / 32)]."""
+    """From bits [M, ceil(N / 32)], fill `order`, int32 [M], with the token at each position, and `positions` with the
+    inverse of `order`."""
     m, of_row = bits.shape
     size = tiles(tiles(m, TOKENS), tiles(m, CHUNK)) * TOKENS
     chunks, words = tiles(m, size), tiles(of_row, OF_ALL["BLOCK"]) * OF_ALL["BLOCK"]
@@ -266,6 +267,6 @@ def order_tokens(bits: Tensor, order: Tensor, positions: Tensor) -> None:
         )  # fmt: skip
         return counts
 
-    make_profiles(places, leaders=True)  # leaders need no counts
+    make_profiles(places, leaders=True)  # no counts yet: `places` is a placeholder
     make_profiles(make_clusters(min(SAMPLES, size), OF_SAMPLES, chained=False), leaders=False)
     make_clusters(size, OF_ALL, chained=True)

@@ -1,4 +1,4 @@
-"""The minimum requirements of the Triton kernels, and the check whether this machine meets them."""
+"""The minimum requirements of the Triton kernels, and a check that this machine meets them."""
 
 import ctypes
 
@@ -21,7 +21,7 @@ def driver_version() -> int:
 
 
 def check() -> None:
-    """Raise KernelsUnavailable, in one sentence, if the Triton kernels do not run on the current device."""
+    """Raise KernelsUnavailable, with a one-sentence message, if the Triton kernels cannot run on the current device."""
     require_gpu()
     try:
         import triton

@@ -1,7 +1,7 @@
 """The driver of the Triton kernels: which kernels run, in which order, on which memory.
 
 Letters: M tokens, K model width, N neurons, T tiles. `forward` and `backward` have the contracts of those in
-sparsellm.ops.cuda; the callers (sparsellm.ops.feedforward) have checked the inputs. Nothing here waits for the device.
+sparsellm.ops.cuda; callers (sparsellm.ops.feedforward) must have checked the inputs. Nothing here waits for the device.
 K and N are compiled into the kernels, but M is not, so a new number of tokens compiles nothing.
 
 The stages of the sparse engines, which differ only in the tokens per tile (tile: 128, row: 16):
@@ -36,7 +36,7 @@ from sparsellm.ops.twell import tiles
 ARRAY_ALIGNMENT = 256  # bytes; alignment of the arrays of a saved buffer
 ROWS = 1  # tokens per program of `keep` and `gradient`; divides the tokens of a tile
 REGROUP = {"ROWS": 16, "WORDS": 8, "num_warps": 1}
-REGROUP_PROGRAMS = 16  # for each program of a matmul, because a matmul needs more registers and shared memory
+REGROUP_PROGRAMS = 16  # per program of a matmul, which needs more registers and shared memory
 MARK = {"ROWS": 8, "WORDS": 32}
 PLAN = {"ROWS": 16, "WORDS": 128}
 TURN = {"GROUPS": 4, "WORDS": 4}
@@ -198,7 +198,7 @@ def backward(
 
 
 def tile_saved_bytes(m: int, n: int, room: int, gated: bool) -> int:
-    """The bytes that `forward` by the tile engine saves for backward, in bfloat16."""
+    """The number of bytes that the tile engine saves for backward, in bfloat16."""
     if not m:
         return 0
     return _length(_layout(m, n, gated, _capacity(m, n, room), TOKENS, orders(m, True), torch.bfloat16))
@@ -212,7 +212,7 @@ def _launch(shape: Shape) -> dict[str, int]:
 
 
 def _by_token(unions: Unions, n: int) -> dict[str, Any]:
-    """The parameters that `keep` and `gradient` share. num_warps gives each thread four words of bits."""
+    """The parameters shared by `keep` and `gradient`. num_warps gives each thread four words of bits."""
     rows, words = min(ROWS, unions.tile), triton.next_power_of_2(tiles(n, 32))
     return {
         "N": n, "PITCH": unions.pitch, "TILE": unions.tile, "ROWS": rows, "WORDS": words, "BLOCK": PITCH_MULTIPLE,
@@ -229,8 +229,8 @@ def _plan(
     bits: Tensor, unions: Unions, rows: int, columns: int, fired: Tensor | None, listing: bool = True,
     names: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Fill the arrays of `unions`. fired: gets 1 for each column that fires; if not None, totals are counted too.
-    names: what the slots contain instead of the columns' numbers."""
+    """Fill the arrays of `unions`. fired: if not None, set to 1 for each column that fires, and totals are counted too.
+    names: if not None, what the slots contain instead of column numbers."""
     plan.plan[tiles(rows, unions.tile),](
         bits, unions.order, names, unions.slots, unions.places, unions.sizes, unions.items, unions.totals, fired, rows,
         columns, unions.pitch, TILE=unions.tile, BLOCK=unions.block, LISTING=listing, num_warps=8, **PLAN,
@@ -278,7 +278,7 @@ def _gathered(
     unions: Unions, shape: Shape, a: Tensor, b: Tensor, out: Tensor, rows: int,
     more: tuple[Tensor, Tensor] | None = None, more_out: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """out = a b (and more_out, if `a` has two matrices stacked), plus the matmul of `more` (a, b), if not None."""
+    """out = a b (and more_out, if `a` has two matrices stacked), plus the product of the pair `more`, if not None."""
     k = b.shape[1]
     products.gathered[len(unions.sizes) * tiles(k, shape.columns),](
         a, b, *(more or (None, None)), unions.slots, unions.sizes, unions.longest, unions.order, out, more_out, rows,
@@ -299,8 +299,8 @@ def _rounded(length: int, multiple: int) -> int:
 
 
 def _capacity(m: int, n: int, room: int) -> int:
-    """The nonzeros that a saved buffer holds: a multiple of ARRAY_ALIGNMENT, so that backward can compute the capacity
-    from the buffer's length."""
+    """The number of nonzeros that a saved buffer holds: a multiple of ARRAY_ALIGNMENT, so that backward can compute the
+    capacity from the buffer's length."""
     return _rounded(borders.capacity(m, n, room), ARRAY_ALIGNMENT)
 
 
@@ -334,7 +334,7 @@ def _arrays(saved: Tensor, layout: Layout) -> Kept:
 
 
 def _found(saved: Tensor, x: Tensor, n: int, gated: bool) -> Kept:
-    """The arrays of a buffer that `forward` filled. Raises ValueError for a buffer of another length."""
+    """The arrays of a buffer that `forward` filled. Raises ValueError if `saved` has any other length."""
     ordered = orders(len(x), True)
     fixed = _length(_layout(len(x), n, gated, 0, TOKENS, ordered, x.dtype))
     capacity, left = divmod(saved.numel() - fixed, x.dtype.itemsize * (2 if gated else 1))

@@ -32,8 +32,9 @@ def most(counts):
 
 @triton.jit
 def words_of(bits, rows, there, of_row, WORDS: tl.constexpr):
-    """uint32 [R, WORDS]: rows [R] of bits [., of_row], zeros for a row that is not `there`. of_row is not a constexpr,
-    because Triton then gives neighbouring threads neighbouring words, here and in the code that uses the words."""
+    """uint32 [R, WORDS]: rows [R] of bits [., of_row], zeros for a row that is not `there`. of_row is a run-time value,
+    not a constexpr, because Triton then gives neighbouring threads neighbouring words, here and in the code that uses
+    the words."""
     word = tl.arange(0, WORDS)
     at = bits + rows.to(tl.int64)[:, None] * of_row + word[None, :]
     return tl.load(at, mask=there[:, None] & (word < of_row)[None, :], other=0).to(tl.uint32, bitcast=True)
@@ -90,7 +91,7 @@ def keep(
         gates, ups = gates + start, ups + start
         if tl.program_id(0) == 0:
             tl.store(totals + REST, tl.where(fits, 0, 1).to(tl.int64))
-    tl.debug_barrier()  # all entries are cleared before any is filled in
+    tl.debug_barrier()  # all entries must be cleared before any is filled in
     first, places = (tl.arange(0, WORDS) * 32)[None, :], places + tile.to(tl.int64) * PITCH
     l1 = tl.zeros((ROWS, WORDS), tl.float32)
     for done in range(0, most(counts)):
@@ -132,7 +133,7 @@ def gradient(
     fits = tl.load(totals + NONZEROS) <= capacity
     start, of_l1 = tl.load(starts + tl.program_id(0)), tl.load(dl1)
     of_g, of_u = tl.where(fits, gates + start, z + row), tl.where(fits, ups + start, u + row)
-    tl.debug_barrier()  # all entries are cleared before any is filled in
+    tl.debug_barrier()  # all entries must be cleared before any is filled in
     first, places = (tl.arange(0, WORDS) * 32)[None, :], places + tile.to(tl.int64) * PITCH
     for done in range(0, most(counts)):
         active = words != 0
@@ -193,7 +194,7 @@ def regroup(
         last = tl.load(of_tile + tl.minimum(begin + BLOCK, tl.load(sizes + tile)) - 1)
         if positions is not None:
             first, last = tl.load(positions + first), tl.load(positions + last)
-        tl.debug_barrier()  # all entries are cleared before any is filled in
+        tl.debug_barrier()  # all entries must be cleared before any is filled in
         for start in range(first // 32, last // 32 + 1, WORDS):
             word = start + tl.arange(0, ROWS * WORDS) % WORDS
             inside = there & (word <= last // 32)

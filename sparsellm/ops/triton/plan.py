@@ -25,7 +25,7 @@ is similar to token 2, and token 1 to token 3:
 import triton
 import triton.language as tl
 
-# Indices of the int64 `totals` of a call. The first four are the operator's counts.
+# Indices into a call's int64 `totals`, whose first four entries are the operator's counts.
 NONZEROS, REST, UNION, LISTED, ITEMS = (tl.constexpr(index) for index in (0, 2, 3, 4, 5))
 TOTALS = 8
 
@@ -66,9 +66,9 @@ def mark(z, bits, rows, N: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr
 def turn(
     bits, order, turned, counts, rows, columns, GROUPS: tl.constexpr, WORDS: tl.constexpr, PARTS: tl.constexpr
 ):  # fmt: skip
-    """turned [columns, ceil(rows / 32)]: the transpose of bits [rows, ceil(columns / 32)], with rows in the order of
-    `order`, or, if that is None, their own. Also adds to counts, int32 [PARTS, columns], how many rows of each part
-    fire each column.
+    """turned [columns, ceil(rows / 32)]: the transpose of bits [rows, ceil(columns / 32)], with the rows in the order
+    given by `order`, or in their own order if `order` is None. Also adds to counts, int32 [PARTS, columns], how many
+    rows of each part fire each column.
 
     Program (i, j): GROUPS times 32 rows, WORDS words of each.
     """
@@ -112,12 +112,12 @@ def plan(
     TILE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, LISTING: tl.constexpr,
 ):  # fmt: skip
     """Program i finds the union of the columns that fire in tile i. `bits` is [rows, ceil(columns / 32)]; tile i has
-    the rows order[i * TILE : (i + 1) * TILE], or those rows themselves if `order` is None. The program reads ROWS x
-    WORDS words at a time.
+    the rows order[i * TILE : (i + 1) * TILE], or rows i * TILE to (i + 1) * TILE - 1 if `order` is None. The program
+    reads ROWS x WORDS words at a time.
 
-    LISTING: writes slots (names[column] if `names` is not None, else the column) and places, int32 [tiles, pitch], and
-    sizes, int32 [tiles], the number of slots. For each BLOCK slots of a tile, `items` gets the number tile * (pitch /
-    BLOCK) + block; the items are in any order, and totals[ITEMS] counts them.
+    If LISTING, the program writes slots (names[column] if `names` is not None, else the column) and places, int32
+    [tiles, pitch], and sizes, int32 [tiles], the number of slots. For each BLOCK slots of a tile, `items` gets the
+    number tile * (pitch / BLOCK) + block; the items are in any order, and totals[ITEMS] counts them.
     fired, uint8 [columns]: if not None, the program sets the columns that fire to 1, and adds the number of nonzeros
     and the size of the union to totals.
     """
@@ -171,7 +171,7 @@ def plan(
 def descending(keys, order, count, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """order [count]: the indices of keys, int32 [count], largest key first, equal keys by index.
 
-    Program i finds the ranks of ROWS keys by comparing each with all keys, which is faster than sorting a few thousand.
+    Program i finds the ranks of ROWS keys by comparing each with all keys, faster than a sort for a few thousand keys.
     """
     mine = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     key = tl.load(keys + mine, mask=mine < count, other=0)

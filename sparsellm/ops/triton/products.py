@@ -92,9 +92,9 @@ def gathered(
 
     a: a tile matrix of tiles of TILE rows. more_a, more_b: if not None, the same sum over these is added. more_out: if
     not None, each tile of `a` has the rows of two matrices, one below the other, whose results are `out` and
-    `more_out`. order: if not None, the row of `out` for each position. longest: the tiles with the longest sums first,
-    so that no long sum runs last. pitch is a multiple of 64, and `a` is zero from the tile's last slot to the next
-    multiple of DEPTH.
+    `more_out`. order: if not None, the row of `out` for each position. longest: the tiles, those with the longest sums
+    first, so that no long sum runs last. pitch must be a multiple of 64, and `a` must be zero from the tile's last slot
+    to the next multiple of DEPTH.
     Program i: COLUMNS columns of one tile's rows.
     """
     STACKED: tl.constexpr = 1 if more_out is None else 2

@@ -23,7 +23,7 @@ def transpose(a, out, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.const
 
 
 def transposed(matrix: Tensor, to: dtype) -> Tensor:
-    """A new contiguous matrix^T in the dtype `to`; matrix [rows, columns] is contiguous."""
+    """A new contiguous matrix^T in the dtype `to`; matrix [rows, columns] must be contiguous."""
     rows, columns = matrix.shape
     out = matrix.new_empty((columns, rows), dtype=to)
     transpose[tiles(rows, BLOCK), tiles(columns, BLOCK)](matrix, out, ROWS=rows, COLUMNS=columns, BLOCK=BLOCK)
