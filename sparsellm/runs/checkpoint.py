@@ -1,23 +1,23 @@
 """Checkpoints of a run: saved in the background, committed atomically, verified before anything is read.
 
     checkpoints/step_00000400/
-        state/      every tensor, through torch.distributed.checkpoint (DCP); values.json; rank_00003.json of each rank
-        hf/         the model for exchange, written by the caller's `export`
+        state/      every tensor, through torch.distributed.checkpoint (DCP); values.json; rank_00003.json, one per rank
+        hf/         the model in Hugging Face format, written by the caller's `export`
         COMMITTED   JSON: size and checksum of every file above; written last
         evaluation/ scores, if evaluated; also analysis/ and benchmark/. Not in COMMITTED; deleted with the checkpoint
 
 A kill at any instant can leave behind folders with these suffixes. A folder without a suffix is a checkpoint.
 
     .partial    being written. COMMITTED is written, and all files are synced, before the folder is renamed to step_N.
-    .replaced   the old step_N while a new one takes its place: restored if the new one did not arrive.
+    .replaced   the old step_N while a new one replaces it: restored if the new one was never completed.
     .deleting   being deleted. Renamed before the first file is deleted, so that no partial checkpoint looks complete.
     .damaged    a checkpoint with wrong checksums, skipped at the user's request. Never deleted.
 
 Leftovers of the first three kinds are cleared at construction and at each save, so two runs must not share a folder.
-All ranks must see the folder, on several nodes through a shared file system, with space for one checkpoint more than
-are kept.
+All ranks must see the folder (on several nodes, through a shared file system). The disk must have space for one more
+checkpoint than is kept.
 
-A checkpoint may come from anyone, so nothing in `state/` is executed (state_reader.py). `hf/` is the part to share.
+A checkpoint may come from anyone, so nothing in `state/` is executed (state_reader.py). `hf/` is the part to be shared.
 snapshot.py decides which rank writes what. Sharded tensors (DTensors) are loaded into any other sharding or into whole
 tensors: DCP reshards them.
 
@@ -55,13 +55,13 @@ from sparsellm.system.files import sync, unused
 
 LEFTOVER = rf"({STEP})\.(partial|replaced|deleting)"
 RANK_PREFIX = "rank."
-NAMED_DIFFERENCES = 8  # maximum number listed in a message, because a wrong model differs in hundreds of tensors
+NAMED_DIFFERENCES = 8  # maximum number listed in a message, because another model differs in hundreds of tensors
 
 T = TypeVar("T")
 
 
 class CheckpointError(SparsellmError, RuntimeError):
-    """A checkpoint could not be saved, is damaged, or does not fit. Raised on every rank."""
+    """A checkpoint could not be saved, is damaged, or does not fit the model. Raised on every rank."""
 
 
 class RankGone(CheckpointError):
@@ -77,7 +77,8 @@ class Checkpoints:
     ) -> None:  # fmt: skip
         """Creates `folder` and clears unfinished leftovers of a killed run.
 
-        `keep` is the number of newest checkpoints to keep, in addition to those of `for_good(all steps, ascending)`.
+        `keep` is the number of newest checkpoints to keep, in addition to those that `for_good(all steps, ascending)`
+        returns.
         `export(weights, hf_folder)` is called on the main rank, in the writing thread, with whole CPU copies of the
         tensors whose names start with "model." (prefix removed) and an existing empty folder. Raises CheckpointError if
         `folder` is not writable.
@@ -101,7 +102,7 @@ class Checkpoints:
         `tensors` (any shapes, dtypes and devices) are the same on all ranks, whole or sharded: each rank copies and
         writes its own shards and its share of the whole tensors; the main rank writes the model's. `rank_tensors` and
         `rank_values` are per rank, `values` are the main rank's. Values are JSON: keys come back as strings and tuples
-        as lists. Everything may be modified once this returns.
+        as lists. Once this method returns, the caller may modify everything.
 
         Waits for the previous save; if that save failed, raises its CheckpointError instead of saving. Raises
         CheckpointError if the copy fails.
@@ -109,7 +110,7 @@ class Checkpoints:
         self.wait()
 
         def snapshot() -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-            """CPU copies of what this rank writes, and the contents of its JSON files by name."""
+            """Returns CPU copies of the tensors that this rank writes, and the contents of its JSON files by name."""
             if reserved := [name for name in tensors if name.startswith(RANK_PREFIX)]:
                 raise ValueError(f"tensors {reserved}: names that start with {RANK_PREFIX!r} are for rank_tensors")
             prefix = f"{RANK_PREFIX}{self.ranks.rank:05}."
@@ -132,7 +133,7 @@ class Checkpoints:
             writing.result()
 
     def settle(self) -> None:
-        """Wait until nothing is being written, without raising: `wait` still raises the error."""
+        """Wait until nothing is being written. A failed save raises nothing here, but in the next `wait`."""
         if self._writing is not None:
             futures.wait([self._writing])
 
@@ -191,9 +192,9 @@ class Checkpoints:
         texts: dict[str, str],
         wanted: int,
     ) -> None:
-        """Save `step`, in a thread of every rank, in phases. After each phase all ranks know whether one failed.
+        """Save `step` in phases, in a thread on every rank. After each phase, all ranks know whether a rank failed.
 
-        `copies`, `shards`: see `snapshot.write`. `wanted`: bytes of all tensors, over all ranks.
+        `copies`, `shards`: see `snapshot.write`. `wanted`: total bytes of all tensors, over all ranks.
         """
         final = self._path(step)
         partial = final.with_suffix(".partial")
@@ -245,7 +246,7 @@ class Checkpoints:
         self._on_main(f"saved step {step}; removing checkpoints older than the last {self.keep}", prune)
 
     def _without_room(self, task: str, error: CheckpointError, wanted: int) -> str:
-        """`error` with the free disk space, after the failed save was removed."""
+        """The message of `error` plus the free disk space, once the failed save has been removed."""
         free = shutil.disk_usage(self.folder).free
         room = f"its tensors take {spelled(wanted)}, plus hf/; {spelled(free)} are free"
         # Libraries do not always report a full disk, so check free space too. If the tensors would fit, then hf/ did
@@ -281,7 +282,8 @@ class Checkpoints:
         return f"checkpoint {self._path(step)} is damaged: {'; '.join(found)}" if found else None
 
     def _together(self, task: str, work: Callable[[], T]) -> T:
-        """This rank's `work()`. If any rank raises, all raise CheckpointError with every rank's reason."""
+        """The result of this rank's `work()`. If any rank raises, all raise CheckpointError with every rank's
+        reason."""
         result: T | None = None
         cause: BaseException | None = None
         error: str | None = None
@@ -304,7 +306,7 @@ class Checkpoints:
         return cast(T, found)
 
     def _gather(self, task: str, item: T) -> list[T]:
-        """Every rank's `item`. Raises RankGone."""
+        """Every rank's `item`. Raises RankGone if a rank has died."""
         try:
             return gather(item, self.ranks.checkpoint_group)
         except (RuntimeError, ValueError) as exception:
@@ -336,7 +338,7 @@ def clear_leftovers(folder: Path) -> None:
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of all files in `folder`. A link, and files that another process deletes meanwhile, count as 0."""
+    """Total bytes of all files in `folder`. If `folder` is a link, 0. Files deleted in the meantime count as 0."""
     if folder.is_symlink():
         return 0
     size = 0
@@ -348,15 +350,15 @@ def size_of(folder: Path) -> int:
 
 
 def spelled(size: int) -> str:
-    """A number of bytes as text, in GB or MB."""
+    """Formats a number of bytes in GB or MB."""
     return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
 
 
 def _match(state: Path, tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-    """Empty CPU tensors for the tensors in `state` whose names start with `prefix`, by full name.
+    """Allocate CPU tensors for the tensors in `state` whose names start with `prefix`, by full name.
 
-    Raises CheckpointError, with a list, if the other tensors in `state` differ from `tensors` in names, shapes or
-    dtypes.
+    Raises CheckpointError, listing the differences, if the other tensors in `state` differ from `tensors` in names,
+    shapes or dtypes.
     """
     saved = StateReader(state).described()
     shared = {n: (str(e.properties.dtype), list(e.size)) for n, e in saved.items() if not n.startswith(RANK_PREFIX)}

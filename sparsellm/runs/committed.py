@@ -14,9 +14,9 @@ from sparsellm.runs.layout import ADDED, COMMITTED
 from sparsellm.system import regular
 from sparsellm.system.files import sync
 
-# What `recorded` raises for a COMMITTED that is missing, unreadable or damaged.
+# Exceptions that `recorded` raises if COMMITTED is missing, unreadable or damaged.
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
-HASH_THREADS = 8  # one file per thread; the ranks of a node write 8 files
+HASH_THREADS = 8  # one file per thread; the ranks of an 8-GPU node write 8 files
 HASH_CHUNK = 1 << 23  # bytes; large enough for full disk speed, and xxhash releases the GIL
 
 
@@ -37,8 +37,8 @@ def seal(folder: Path, step: int) -> None:
 
 
 def recorded(folder: Path, prefix: str = "") -> tuple[Any, dict[str, tuple[int, str]]]:
-    """Read COMMITTED: (the step, {name: (bytes, checksum)} of files whose names begin with `prefix`). Raises
-    UNREADABLE."""
+    """Read COMMITTED. Returns (step, {name: (bytes, checksum)}) for files whose names begin with `prefix`. Raises an
+    exception in UNREADABLE if COMMITTED is missing or damaged."""
     commit = json.loads(regular.content(folder / COMMITTED))
     files = {name: (entry["bytes"], entry["xxh3_128"]) for name, entry in commit["files"].items()}
     return commit["step"], {name: entry for name, entry in files.items() if name.startswith(prefix)}
@@ -76,7 +76,7 @@ def problems(folder: Path, step: int | None, prefix: str = "") -> list[str]:
 
 
 def file_digest(path: Path) -> str:
-    """xxh3_128 of a file in hex, as COMMITTED records it."""
+    """Hex xxh3_128 digest of a file, as recorded in COMMITTED."""
     digest, chunk = xxhash.xxh3_128(), memoryview(bytearray(HASH_CHUNK))
     with regular.to_read(path, buffering=0) as file:
         while count := file.readinto(chunk):

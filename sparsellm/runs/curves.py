@@ -1,4 +1,4 @@
-"""Plots a run from the rows of its metrics.jsonl: losses, nonzeros, dead neurons, learning rate, gradient norm and
+"""Plots the rows in a run's metrics.jsonl: losses, nonzeros, dead neurons, learning rate, gradient norm and
 throughput, as PNG in memory."""
 
 from collections.abc import Callable
@@ -31,37 +31,37 @@ from sparsellm.runs.layout import LOSS_PLOT
 from sparsellm.runs.metrics import NAMED
 
 Row = dict[str, Any]
-GAP = float("nan")  # drawn as a gap in the curve, where a row has no value
+GAP = float("nan")  # drawn as a gap in the curve; stands for a missing value
 ALONE = "s^Dv<>"  # markers of data.mix sources that were validated only once
 NONZEROS, DEAD, TRAINING = "nonzeros.png", "dead_neurons.png", "training.png"
 
 
 @dataclass(frozen=True)
 class Curves:
-    """Plots of a run's metrics, the rows of metrics.jsonl."""
+    """Plots of a run's metrics, from the rows in metrics.jsonl."""
 
     title: str
     tokens_per_step: int
     neurons: int  # neurons per layer
     dead_after_tokens: int
     warmup_steps: int
-    sources: list[str]  # the names of data.mix
-    taught: bool  # whether there is a teacher
+    sources: list[str]  # names of the data.mix sources
+    taught: bool  # whether the run has a teacher
 
     def draw(self, rows: list[Row]) -> dict[str, bytes]:
-        """{file name: content}. Nonzeros and dead neurons are drawn for a ReLU only, and dead neurons only for a run
-        that is long enough for neurons to count as dead."""
+        """Returns {file name: PNG}. Nonzeros and dead neurons are drawn only for ReLU models, and dead neurons only if
+        the run is long enough for neurons to count as dead."""
         plots: dict[str, Callable[[list[Row]], Figure]] = {TRAINING: self.training}
         if any(row["nnz_per_layer"] is not None for row in rows):
             plots[NONZEROS] = self.nonzeros
         if any(row["dead_per_layer"] is not None and self._is_past_window(row) for row in rows):
             plots[DEAD] = self.dead_neurons
-        plots[LOSS_PLOT] = self.losses  # last, because `report.is_drawn` takes this file as proof of a complete set
+        plots[LOSS_PLOT] = self.losses  # last, because `report.is_drawn` takes this file as proof that all plots exist
         with matplotlib.rc_context(STYLE):
             return drawn({name: partial(lambda plot: saved(plot(rows)), plot) for name, plot in plots.items()})
 
     def losses(self, rows: list[Row]) -> Figure:
-        """Left: the whole run, from zero. Right: after the warm-up, zoomed in to tell the curves apart."""
+        """Left: the whole run, with the y axis from zero. Right: zoomed in after the warm-up, to tell curves apart."""
         settled = [row for row in rows if row["step"] > self.warmup_steps and row["ce"] is not None]
         panels = [rows, settled] if len(settled) > 2 else [rows]
         figure = Figure(figsize=(PANEL[0] * len(panels), PANEL[1]), layout="constrained")
@@ -92,7 +92,7 @@ class Curves:
             axes.set_ylabel("cross entropy, nats per token")
         from_zero(grid[0])
         if len(panels) > 1:
-            # The y axis fits all values except the highest 5%, so that spikes may be cut off.
+            # The y axis fits all values except the highest 5%, so spikes may be cut off.
             values = sorted(row[key] for row in settled for key in ("ce", "val_ce") if row[key] is not None)
             low, high = values[0], values[int(0.95 * (len(values) - 1))]
             margin = 0.06 * (high - low) or 0.01
@@ -132,7 +132,7 @@ class Curves:
             _curve(axes, rows, [row.get(key) for row in rows], color=BLUE)
             self._step_axis(axes, rows)
             axes.set_title(label, loc="left")
-            if key == "grad_norm":  # the norm falls by orders of magnitude, and a spike would hide the rest
+            if key == "grad_norm":  # it falls by orders of magnitude, and spikes would flatten the rest
                 logarithmic_y(axes)
             else:
                 from_zero(axes)
@@ -160,10 +160,10 @@ def _layers(axes: Axes, rows: list[Row], key: str, of: int) -> None:
     layers = next(len(row[key]) for row in rows if row[key] is not None)
     for layer, color in enumerate(layer_colors(axes, layers)):
         values = [None if row[key] is None else row[key][layer] / of for row in rows]
-        _curve(axes, rows, values, color=color, linewidth=1, clip_on=False)  # keeps a curve at zero visible on the axis
+        _curve(axes, rows, values, color=color, linewidth=1, clip_on=False)  # a curve at zero stays visible
 
 
 def _curve(axes: Axes, rows: list[Row], values: list[float | None], **style: Any) -> None:
-    """A line over the steps; a point if there is only one row."""
+    """Draw `values` over the steps: a line, or a point if there is only one row."""
     marker = "o" if len(rows) == 1 else None
     axes.plot([row["step"] for row in rows], [GAP if v is None else v for v in values], marker=marker, **style)

@@ -1,4 +1,4 @@
-"""Notices a run whose loss diverges, from the cross entropy of its logged steps.
+"""Detects a diverging loss from the cross entropy of logged steps.
 
 The cross entropy is smoothed by the median of the last SPAN steps, which short spikes do not change. A loss diverges
 when the median is more than NATS, and more than DEVIATIONS typical deviations, above the best median so far. The L1
@@ -10,8 +10,8 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, NamedTuple
 
-SPAN = 100  # number of steps that the median covers
-LEAST = 5  # minimum number of rows in a median, below which nothing counts as divergence
+SPAN = 100  # number of steps covered by the median
+LEAST = 5  # minimum number of rows in the median; with fewer, nothing counts as divergence
 NATS = 1.0  # dense models that become sparse, or restart with a warm-up, lose up to 0.4 for a while (docs/results)
 DEVIATIONS = 10  # a loss over few tokens per step is noisy, so its range is wider
 
@@ -21,11 +21,11 @@ class Best(NamedTuple):
 
     step: int
     ce: float
-    deviation: float  # noise: how far a row's change from the previous row is from the median change, as a median
+    deviation: float  # noise: median absolute deviation of the change from one row to the next
 
 
 class LossRange:
-    """Tracks whether the loss is in its range, over `rows` of metrics.jsonl and then over each step that is added."""
+    """Tracks whether the loss is in its normal range, over `rows` of metrics.jsonl and then over each added step."""
 
     def __init__(self, rows: Iterable[dict[str, Any]] = ()) -> None:
         self.recent: list[tuple[int, float]] = []  # step and cross entropy of the rows of the last SPAN steps
@@ -37,7 +37,7 @@ class LossRange:
             self.add(row["step"], row.get("ce"), row.get("relu_share"))
 
     def add(self, step: int, ce: float | None, relu_share: float | None = None) -> bool:
-        """Add a logged step. Returns whether the loss has left its range with this step.
+        """Add a logged step. Returns whether the loss left its range at this step.
 
         Two kinds of steps are left out: those whose cross entropy is not finite (None), because the optimizer skipped
         them, and those that anneal SiLU to ReLU (`relu_share` below 1), because annealing raises a good model's loss.
@@ -62,7 +62,7 @@ class LossRange:
         return leaves
 
     def __str__(self) -> str:
-        """Where the loss is, compared with its best."""
+        """The smoothed loss, compared with its best value."""
         if self.best is None or self.ce is None:
             return "there is no cross entropy yet"
         rise = f"{self.ce - self.best.ce:,.3f} above its best at step {self.best.step:,}"

@@ -1,4 +1,5 @@
-"""A run's folder: runs/NAME/{config.yaml, metrics.jsonl, checkpoints/, plots/, wandb/}. One process group writes it."""
+"""A run's folder: runs/NAME/{config.yaml, metrics.jsonl, checkpoints/, plots/, wandb/}. A lock keeps a second process
+group from writing to the same folder."""
 
 import json
 import os
@@ -42,8 +43,8 @@ from sparsellm.system.files import sync, unused
 
 LOCK = "lock"
 WARMUP = "optimizer.warmup_steps"
-PATIENCE = 0.5  # seconds that a start waits for another process that is about to end, for example after a kill
-SEEN_WITHIN = 60  # seconds until a node of a network file system sees what another node has written
+PATIENCE = 0.5  # seconds to wait at the start for another process that is about to end, for example after a kill
+SEEN_WITHIN = 60  # seconds until a node on a network file system sees what another node has written
 
 
 class RunFolderError(SparsellmError, RuntimeError):
@@ -51,11 +52,12 @@ class RunFolderError(SparsellmError, RuntimeError):
 
 
 def mistakes(config: Config, typed: Sequence[str] = ()) -> list[str]:
-    """Why `config` cannot resume the existing run of its name, if there is one: the keys that differ.
+    """Error messages if `config` cannot resume the existing run of its name, for example because keys differ. Empty if
+    it can, or if no such run exists.
 
     A run with optimizer.schedule=wsd may be made longer. run.restart=true never resumes a run; with torchrun's
-    restarts, each restart would lose all progress, so this combination is refused. `typed`: the overrides that `config`
-    was composed from.
+    restarts, each restart would lose all progress, so this combination is refused. `typed`: the overrides from which
+    `config` was composed.
     """
     if config.run.restart and (restarts := int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))):
         return [
@@ -72,7 +74,7 @@ def mistakes(config: Config, typed: Sequence[str] = ()) -> list[str]:
     remedy, reasons = "choose another run.name, or add run.restart=true", {}
     steps, schedules = config.training.steps, {begun.optimizer.schedule, config.optimizer.schedule}
     warmup_typed = any(text.lstrip("+").startswith(f"{WARMUP}=") for text in typed)
-    # The warm-up follows from the steps.
+    # By default, the warm-up is derived from the number of steps, so its own difference is not reported.
     if (steps != begun.training.steps or schedules == {Schedule.wsd}) and not warmup_typed:
         now[WARMUP] = before[WARMUP]
     start = _return_to(begun.training, begun.optimizer, begun.sparsity, config.optimizer.schedule, steps)
@@ -108,9 +110,9 @@ def begun_as(run: RunConfig) -> Config | None:
 def _return_to(
     training: TrainingConfig, optimizer: OptimizerConfig, sparsity: SparsityConfig, schedule: Schedule, steps: int
 ) -> int | None:
-    """The last step that a run, started with these groups, shares with a run of `steps` and `schedule`.
+    """The last step that a run, started with these groups, has in common with a run with `steps` and `schedule`.
 
-    None if the run of `steps` is not a longer version of the started run.
+    None if the run with `steps` is not a longer version of the started run.
     """
     if not optimizer.schedule == schedule == Schedule.wsd or steps <= training.steps:
         return None
@@ -118,8 +120,8 @@ def _return_to(
 
 
 def _set_decay_aside(folder: Path, steps: int, start: int) -> None:
-    """Rename checkpoints after step `start`, so that the longer run does not resume from them: their learning rate
-    decayed towards the end at `steps`."""
+    """Rename checkpoints after step `start`, so that the longer run does not resume from them: in these steps, the
+    learning rate was already decaying towards the former end at `steps`."""
     for step in saved_steps(folder):
         if step > start:
             path = checkpoint(folder, step)
@@ -133,7 +135,7 @@ def _set_decay_aside(folder: Path, steps: int, start: int) -> None:
 
 
 def is_finished(run: RunConfig, steps: int) -> bool:
-    """Whether the run has saved the last of its `steps`, with scores. False if COMMITTED of that checkpoint is
+    """Whether the run has saved the last of its `steps`, with scores. False if that checkpoint's COMMITTED is
     damaged."""
     if run.restart:
         return False
@@ -150,11 +152,11 @@ def is_finished(run: RunConfig, steps: int) -> bool:
 
 
 def view(run: RunConfig, steps: int) -> str:
-    """A description of the run's folder that nodes compare."""
+    """A description of the run's folder, for comparison between nodes."""
     try:
         if run.restart or not (run.folder / CONFIG).is_file():
             return f"no run in {run.folder}"
-    except OSError as error:  # no permission, which the check of the configuration reports
+    except OSError as error:  # no permission; checking the configuration reports this
         return f"{run.folder} that cannot be read ({error.strerror})"
     return f"{'a finished' if is_finished(run, steps) else 'an unfinished'} run in {run.folder}"
 
@@ -167,7 +169,7 @@ def room_mistakes(
     optimizer: OptimizerConfig,
     sparsity: SparsityConfig,
 ) -> list[str]:
-    """Mistakes if the disk lacks space for the run's checkpoints: those kept, and a new one."""
+    """Error messages if the disk lacks space for the run's checkpoints: those kept plus a new one."""
     folder = run.folder
     size = parameters(model) * ((1 + MOMENTS) * FLOAT32 + DTYPES[hf_dtype].itemsize)  # state/ and hf/
     steps = [] if run.restart else saved_steps(folder)
@@ -191,7 +193,7 @@ def room_mistakes(
 
 
 def names_by_hash(root: Path) -> dict[str, str]:
-    """{hash: name} of the runs in `root` whose names end with a hash of the keys that define a run."""
+    """{hash: name} for the runs in `root` whose names end with a hash of the keys that define a run."""
     runs = sorted(path.parent.name for path in root.glob(f"*/{CONFIG}"))
     return {found[1]: name for name in runs if (found := re.search(r"-([0-9a-f]{8})$", name))}
 
@@ -202,7 +204,7 @@ def saved_steps(folder: Path) -> list[int]:
 
 
 def tidy(folder: Path) -> None:
-    """Remove leftovers of a kill among the checkpoints of a finished run, unless a process is using its `folder`."""
+    """Remove a finished run's incomplete checkpoints, left by a kill, unless another process is using its `folder`."""
     if leftovers(folder / CHECKPOINTS):
         try:
             with claim(folder, patience=0):
@@ -216,9 +218,9 @@ def open_folder(config: Config, ranks: Ranks) -> Iterator[tuple[Config, Path]]:
     """Create the run's folder and config.yaml if needed, and lock out other processes. Collective.
 
     Yields `config` with the run's final name, and the folder: with run.restart a new folder, NAME-2, NAME-3, ... if
-    NAME is taken. A run that `config` makes longer keeps its warm-up, and the checkpoints of its decay are renamed to
-    step_N.decayed. For a new run, everything created here is removed if the block raises ConfigError, for example
-    because the initial model cannot be read. Raises RunFolderError.
+    NAME is taken. If `config` makes an existing run longer, the run keeps its warm-up, and checkpoints from its decay
+    are renamed to step_N.decayed. For a new run, everything created here is removed if the block raises ConfigError,
+    for example because the initial model cannot be read. Raises RunFolderError if the folder is in use or not writable.
     """
     begins = False  # on the main rank: no config.yaml exists yet
     made: list[Path] = []
@@ -276,8 +278,8 @@ def open_folder(config: Config, ranks: Ranks) -> Iterator[tuple[Config, Path]]:
 
 
 def _remove(folder: Path, made: list[Path]) -> None:
-    """Remove the files of a run that did not start from its `folder`, and the folders `made` for the run. A folder that
-    holds anything else, such as a scheduler's log or another run, stays."""
+    """Remove the files that a run which failed to start left in its `folder`, and the folders `made` for it. A folder
+    that holds anything else, such as a scheduler's log or another run, stays."""
     with suppress(OSError):  # a folder is not empty
         if (folder / CHECKPOINTS).exists():
             (folder / CHECKPOINTS).rmdir()
@@ -304,7 +306,7 @@ def claim(folder: Path, patience: float = PATIENCE) -> TextIO:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Append mode: a process that is refused leaves the content unchanged.
+        # Append mode, so that a process that does not get the lock leaves the content unchanged.
         file: TextIO = regular.to_write(folder / LOCK, "a")
     except OSError as error:
         raise RunFolderError(f"{folder} cannot be written: {error}; choose another run.root") from error

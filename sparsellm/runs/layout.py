@@ -28,11 +28,11 @@ def checkpoint(folder: Path, step: int) -> Path:
 
 
 def checkpoints_by_step(paths: Iterable[Path]) -> dict[int, Path]:
-    """{step: path} of the `paths` that are named like checkpoints, complete or not, by ascending step."""
+    """{step: path} for those `paths` that are named like checkpoints, complete or not, in ascending order."""
     found = ((re.fullmatch(STEP, path.name), path) for path in paths)
     return dict(sorted((int(match[1]), path) for match, path in found if match))
 
 
 def rank_json(rank: int) -> str:
-    """The file in a checkpoint's state/ with what `rank` saved. Its key "data": the position in the training tokens."""
+    """Name of the file in state/ with the values saved by `rank`. Key "data": the position in the training tokens."""
     return f"rank_{rank:05}.json"

@@ -31,12 +31,12 @@ RUNS = RunConfig.root  # default folder of runs
 LISTED = 10  # maximum number of existing folders that the message about a missing folder lists
 TEXTS = "plain text, or parquet or jsonl with a column `text`"  # accepted as text=FILE
 OTHER_ROWS = (".csv", ".tsv", ".ndjson", ".jsonlines", ".arrow")
-# Output folders for checkpoints that cannot be written to.
+# Output folders, in the working directory, for results of checkpoints that are read-only or on the hub.
 ELSEWHERE = {EVALUATION: "evaluations", ANALYSIS: "analyses", BENCHMARK: "benchmarks"}
 
 
 class CheckpointNotFound(SparsellmError, ValueError):
-    """A name that refers to no model; the message says what is missing."""
+    """A name refers to no model; the message says what is missing."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Checkpoint:
     model: str  # a folder, or a hub name
     folder: Path | None  # a run's checkpoint or an hf/ folder; None on the hub
     run: Path | None  # the folder of the run; None for a model that belongs to no run
-    step: int | None  # the step in the run
+    step: int | None  # the training step; None if unknown
 
     def __str__(self) -> str:
         return self.model if self.folder is None else str(self.folder)
@@ -65,20 +65,20 @@ class Checkpoint:
 
     @property
     def unchecked(self) -> str | None:
-        """A warning that the model's files have no checksums; None if they have, or if the model is on the hub."""
+        """A warning if the model's files have no checksums; None if they do, or if the model is on the hub."""
         if self.folder is None or self.has_checksums:
             return None
         return f"{self} has no {COMMITTED} file: its files are not verified against checksums"
 
     @property
     def wanted(self) -> str:
-        """The name that is looked up on the hub, for messages."""
+        """How messages refer to a name that is looked up on the hub."""
         return f"checkpoint={self}, which is not a local folder,"
 
     def output(self, added: str, asked: str | None = None, limit: int | None = None) -> Path:
-        """The output folder for `added`, one of layout.ADDED: `asked` if given, otherwise inside the checkpoint, or, if
-        the checkpoint is not writable, in the working directory (ELSEWHERE, e.g. evaluations/NAME). With `limit`, a
-        subfolder of that folder.
+        """The output folder for `added`, one of layout.ADDED: `asked` unless None, otherwise a folder inside the
+        checkpoint or, if the checkpoint is not writable, in the working directory (ELSEWHERE, e.g. evaluations/NAME).
+        With `limit`, a subfolder.
         """
         if asked is not None:
             return Path(asked).expanduser()
@@ -114,7 +114,7 @@ class Checkpoint:
         return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
 
     def verify(self, inside: str) -> None:
-        """Raises CheckpointNotFound if a file in the folder `inside` of the checkpoint differs from COMMITTED."""
+        """Raises CheckpointNotFound if a file in the checkpoint's subfolder `inside` differs from COMMITTED."""
         assert self.folder is not None
         if wrong := problems(self.folder, self.step, f"{inside}/"):
             raise CheckpointNotFound(f"checkpoint {self} is damaged: {'; '.join(wrong)}; give another one")
@@ -132,7 +132,8 @@ def unreadable(checkpoint: Checkpoint, error: Exception) -> str:
 
 
 def locate(name: str) -> Checkpoint:
-    """The model that `name` refers to; a run's folder refers to its last checkpoint. Raises CheckpointNotFound."""
+    """The model that `name` refers to; for a run's folder, its last checkpoint. Raises CheckpointNotFound if there is
+    none."""
     try:
         return _located(name)
     except OSError as error:  # no permission for a folder on the path
@@ -168,7 +169,7 @@ def _located(name: str) -> Checkpoint:
 
 
 def not_found(name: str | None) -> list[str]:
-    """Why `name` refers to no model, as a command's mistakes; [] if it does, or if it is None."""
+    """Error messages if `name` refers to no model; [] if it refers to one, or is None."""
     try:
         if name is not None:
             locate(name)
@@ -178,8 +179,8 @@ def not_found(name: str | None) -> list[str]:
 
 
 def text_mistakes(text: str | None, models: Iterable[tuple[str, str]]) -> list[str]:
-    """Mistakes in the file `text` and in `models`, (key, name) each: a name may refer to no model, and without `text`
-    every model must belong to a run, whose held-out text is used."""
+    """Error messages if the file `text` cannot be used, or a name in `models`, pairs (key, name), refers to no model.
+    Without `text`, every model must belong to a run, whose held-out data is used."""
     found = []
     if text is not None and not Path(text).expanduser().is_file():
         found.append(f"text={text} is not a file: it should be {TEXTS}")
@@ -205,7 +206,7 @@ def _means_a_path(name: str) -> bool:
 
 
 def _missing(name: str) -> str:
-    """The message that nothing is at the path `name`, with suggestions."""
+    """The message that the path `name` does not exist, with suggestions."""
     path, text = Path(name).expanduser(), f"checkpoint={name} does not exist"
     if (run := Path(RUNS, name)).exists():
         return f"{text}: did you mean {run}?"

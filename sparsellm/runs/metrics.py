@@ -1,8 +1,8 @@
 """Metrics of training steps: summed on the device, reduced over ranks, and written as rows of metrics.jsonl.
 
-A row holds the values of one step over the global batch. The numbers are reduced and copied asynchronously, and read
-while the next step is running, so that logging never stalls the device. A rank's request to stop is reduced with the
-numbers, so that all ranks see the request at the same step.
+A row holds one step's values over the global batch. They are reduced and copied asynchronously, and read while the next
+step is running, so that logging never stalls the device. A rank's stop request is reduced together with the values, so
+that all ranks see it at the same step.
 """
 
 import itertools
@@ -44,9 +44,9 @@ NAMED_PROBLEMS = 3  # maximum number of problems listed for a damaged file
 
 
 class StepSums:
-    """The sums of one optimizer step over this rank's micro-batches, on the device; None before the first micro-batch.
+    """An optimizer step's sums over this rank's micro-batches, on the device; None before the first micro-batch.
 
-    `kl` is also None without a teacher, and all sums except `ce` and `kl` are also None without a ReLU.
+    `kl` is also None without a teacher, and all sums except `ce` and `kl` are also None for SiLU models.
     """
 
     ce: Any = None  # float64, like kl and l1
@@ -57,7 +57,7 @@ class StepSums:
     wide_segments: Any = None
     rest_calls: Any = None
     union: Any = None
-    fullest: Any = None  # float64 [L]: the largest nonzeros per token of a micro-batch
+    fullest: Any = None  # float64 [L]: maximum over micro-batches of nonzeros per token
 
     def add(self, out: DecoderOutput, tokens: int) -> None:
         """Add the output of a micro-batch of `tokens` tokens."""
@@ -76,7 +76,7 @@ class StepSums:
 
 
 class StepClock:
-    """Times a step from the request for its data to its end. CUDA events time a step on a GPU, including idle time."""
+    """Times a step from its request for data to its end. On a GPU, CUDA events time the step, including idle time."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
@@ -88,7 +88,7 @@ class StepClock:
             self._begin.record()
 
     def data_is_here(self) -> None:
-        self.data_wait = time.perf_counter() - self._asked  # seconds on the host; the device may be working meanwhile
+        self.data_wait = time.perf_counter() - self._asked  # seconds on the host; the device may be busy meanwhile
 
     def stop(self) -> None:
         if self.cuda:
@@ -107,7 +107,7 @@ class StepClock:
 
 @dataclass
 class StepReport:
-    """The reduced numbers of one step, possibly still in flight; `read` waits for them."""
+    """One step's reduced values, possibly still being copied; `read` waits for them."""
 
     known: dict[str, Any]  # values that are already on the host, by row key
     shapes: dict[str, torch.Size]  # shapes of the fields of StepValues in `numbers`
@@ -129,10 +129,10 @@ class StepReport:
 
 @dataclass
 class StepValues:
-    """The numbers of one step over the whole global batch, on the host."""
+    """One step's values over the whole global batch, on the host."""
 
     known: dict[str, Any]
-    # The next three are measured on this rank (StepClock); rows have the main rank's values.
+    # The next three are measured per rank (StepClock); rows hold the main rank's.
     seconds: float  # duration of the whole step, including the wait for data
     peak_memory: int | None  # bytes, the largest allocation during the step
     data_wait: float  # seconds
@@ -143,7 +143,7 @@ class StepValues:
     grad_norm: float
     skipped: int  # non-finite steps so far
     skipped_in_row: int
-    # Per layer; None without a ReLU. `reinitialized` counts from the start of the run, and is also None if disabled.
+    # Per layer; None for SiLU models. `reinitialized` counts from the start of the run, and is also None if disabled.
     l1: list[float] | None = None  # sum of |h|
     nnz: list[float] | None = None
     wide_segments: list[float] | None = None  # see FeedForwardOutput
@@ -163,10 +163,10 @@ def reduce_step(
     known: dict[str, Any],
     clock: StepClock,
 ) -> StepReport:
-    """Reduce one step's numbers over the ranks and start copying them to the host. Collective.
+    """Reduce one step's values over the ranks and start copying them to the host. Collective.
 
     `optimizer_state`: (gradient norm, skipped, skipped in a row), 0-d, the same on all ranks. `silent_tokens`: int64
-    [L, N], already reduced, or None without a ReLU. `reinitialized`: int64 [L], the same on all ranks, or None if
+    [L, N], already reduced, or None for SiLU models. `reinitialized`: int64 [L], the same on all ranks, or None if
     disabled. `mj_per_token`: energy of this rank's GPU per token of the global batch.
     """
     summed = {
@@ -206,7 +206,7 @@ class Rows:
     training: TrainingConfig
     sparsity: SparsityConfig
     distill: DistillConfig
-    sources: list[str]  # the names of data.mix
+    sources: list[str]  # names of the data.mix sources
     world_size: int
     device: torch.device
 
@@ -255,7 +255,7 @@ class Rows:
     def scored(
         self, row: dict[str, Any], held_out: HeldOut | None, scores: dict[str, float | None] | None
     ) -> dict[str, Any]:
-        """`row` with the results of a validation and an evaluation, each None if there was none."""
+        """`row` with the results of a validation (`held_out`) and an evaluation (`scores`), None if not run."""
         return row | {key: _finite_or_none(value) for key, value in self._scores(held_out, scores).items()}
 
     def _scores(self, held_out: HeldOut | None, scores: dict[str, float | None] | None) -> dict[str, Any]:
@@ -268,7 +268,7 @@ class Rows:
 
 
 def scalars(row: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a row by name, for tools that draw one curve per name: a layer's number is KEY/LAYER."""
+    """A row's numbers by name, for tools that draw one curve per name. A layer's number is named KEY/LAYER."""
     flat: dict[str, float] = {}
     for key, value in row.items():
         if key == "plan_per_layer":
@@ -301,13 +301,13 @@ class Saved(NamedTuple):
 
 
 class History(NamedTuple):
-    """The content of a metrics.jsonl."""
+    """The content of a metrics.jsonl file."""
 
     rows: list[dict[str, Any]]  # readable rows, ordered by step
     problems: list[str]  # everything else, with line numbers, except a last line truncated by a kill
 
     def report(self, path: Path) -> str:
-        """A sentence that lists the problems in the file `path`."""
+        """A message that lists the problems in the file at `path`."""
         return f"{path} is damaged: {listed(self.problems, NAMED_PROBLEMS, '; ')}"
 
 
@@ -315,7 +315,7 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 
-# Validators for the values of keys, applied unless the value is null. Keys may be missing, except those in ALWAYS.
+# Validators for each key's value, applied unless the value is null. Keys may be missing, except those in ALWAYS.
 KINDS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(
         (
@@ -352,7 +352,7 @@ IN_EVERY_ROW = (
 def history(
     path: Path, saved: Saved | None = None, needed: Sequence[str] = ALWAYS, layers: int | None = None
 ) -> History:
-    """The rows of a metrics.jsonl, and its problems.
+    """The rows in a metrics.jsonl file, and the problems found.
 
     `saved`: the extent of the file when a checkpoint was saved. `needed`: keys that every row must have. `layers`: the
     length that every list of a row must have. A missing file has no rows, and is a problem only if rows were saved.
@@ -367,7 +367,7 @@ def history(
                 if saved is not None:
                     digest.update(line[: max(0, saved.bytes - size)])
                 size += len(line)
-                if not line.endswith(b"\n"):  # the end of the file, or a last line that a kill cut short
+                if not line.endswith(b"\n"):  # the end of the file, or a last line truncated by a kill
                     if len(line) == LONGEST_ROW:
                         problems.append(
                             f"line {number}: it is longer than {LONGEST_ROW:,} bytes; later lines are not read"
@@ -378,7 +378,7 @@ def history(
                     if rows and row["step"] <= rows[-1]["step"]:
                         raise ValueError(f"its step {row['step']} comes after step {rows[-1]['step']}")
                     rows.append(row)
-                except (ValueError, OverflowError) as error:  # an OverflowError for an integer too large for a float
+                except (ValueError, OverflowError) as error:  # OverflowError: an integer too large for a float
                     problems.append(f"line {number}: {error}")
     except FileNotFoundError:
         return History([], [] if saved is None else [f"the file is missing, but {saved.bytes:,} bytes were saved"])
@@ -393,7 +393,7 @@ def history(
 
 
 def _parsed(line: bytes, needed: Sequence[str], layers: int | None) -> dict[str, Any]:
-    """Parse a row. Raises ValueError that names the problem in the line."""
+    """Parse a row. Raises ValueError, naming the problem, if the line is not a valid row."""
     if not line.strip():
         raise ValueError("it is blank")
     try:
@@ -416,9 +416,9 @@ def _parsed(line: bytes, needed: Sequence[str], layers: int | None) -> dict[str,
 
 
 def telling(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows that a model card uses, in order: the last, the last validated and the last evaluated one.
+    """The rows used by a model card, ordered by step: the last, the last validated and the last evaluated row.
 
-    Rows that lack keys, which run.skip_damaged keeps, are left out.
+    Rows with missing keys, which may exist after run.skip_damaged=true, are left out.
     """
     complete = [row for row in rows if all(key in row for key in IN_EVERY_ROW)]
     validated = [row for row in complete if row["val_ce"] is not None]
@@ -428,7 +428,7 @@ def telling(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl. Warns of damaged lines and skips them, and skips a last line cut off by a kill."""
+    """The rows in a metrics.jsonl file. Skips damaged lines with a warning, and silently a truncated last line."""
     found = history(path)
     if found.problems:
         warn(f"{found.report(path)}; these lines are skipped")
@@ -436,15 +436,15 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 class MetricsFile:
-    """metrics.jsonl, truncated after the rows up to `last_step`: a resumed run writes the later rows again.
+    """metrics.jsonl, truncated after the row for `last_step`, because a resumed run writes later rows again.
 
     Rows that cannot be written, because the disk is full, are kept in memory and retried with the next row. The list
-    `telling` has the rows that a model card uses; another thread may read this list. `loss_range` is the range of the
-    loss up to `last_step`.
+    `telling` holds the rows used by the model card, and may be read by another thread. `loss_range` covers the rows
+    up to `last_step`.
     """
 
     def __init__(self, path: Path, last_step: int, saved: Saved | None = None, skip_damaged: bool = False) -> None:
-        """`saved`: length and hash of the file in the checkpoint of `last_step`; None without a checkpoint.
+        """`saved`: length and hash of the file, as stored in the checkpoint of `last_step`; None without a checkpoint.
 
         Raises MetricsError if rows up to `last_step` are damaged or missing. With `skip_damaged`, readable rows are
         kept, and the damaged file is renamed to metrics.jsonl.damaged, with a warning.
@@ -474,24 +474,24 @@ class MetricsFile:
             warn(f"{path}: removed {quantity(cut, 'row')} that the resumed run will write again")
         write_whole(path, content)
         self._file = regular.to_write(path, "r+b", buffering=0)
-        self._bytes, self._digest = len(content), xxhash.xxh3_64(content)  # what was written so far
+        self._bytes, self._digest = len(content), xxhash.xxh3_64(content)  # size and hash of the file so far
         self.telling = telling(kept)
         self.loss_range = LossRange(kept)
         self.waiting: list[bytes] = []  # rows that could not be written yet
 
     def write(self, row: dict[str, Any]) -> None:
-        """Raises OSError if the file cannot be written; `sync` or the next `write` then retries the row."""
+        """Append `row`. Raises OSError if the file cannot be written; `sync` or the next `write` retries the row."""
         self.waiting.append(_line(row))
         self.telling = telling([*self.telling, row])
         self._flush()
 
     def sync(self) -> None:
-        """Sync the rows to disk, so that a checkpoint on disk always has its rows on disk. Raises OSError."""
+        """Sync all rows to disk. Call this before a checkpoint is written. Raises OSError if rows cannot be written."""
         self._flush()
         os.fsync(self._file.fileno())
 
     def is_gone(self) -> bool:
-        """Whether the file was removed or replaced, so that written rows are lost."""
+        """Whether the file was removed or replaced, which loses the rows written so far."""
         try:
             return not os.path.samestat(self.path.stat(), os.fstat(self._file.fileno()))
         except FileNotFoundError:

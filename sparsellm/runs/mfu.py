@@ -6,8 +6,8 @@ import torch
 
 from sparsellm.config import ModelConfig, embedding_weights, parameters
 
-# Peak FLOP/s of dense bfloat16 matmuls with float32 accumulation: half of what a data sheet gives "with sparsity". A
-# name that contains another name comes first. Sources, all by NVIDIA:
+# Peak FLOP/s of dense bfloat16 matmuls with float32 accumulation: half of a data sheet's figure "with sparsity". If
+# a name contains another name, the longer one comes first. Sources, all by NVIDIA:
 # data sheets: A100 (312 TFLOP/s), H100 (with sparsity: SXM 1,979, PCIe 1,513, NVL 1,671), H200 (with sparsity: SXM
 #   1,979, NVL 1,671), GH200 (with sparsity: 1,979), L40S (362), L40 (181), L4 (121), HGX B200 (with sparsity: 36,000
 #   for 8 GPUs), GB200 NVL72 (with sparsity: 360,000 for 72 GPUs);
@@ -19,7 +19,7 @@ PEAK_FLOPS = {
     "RTX PRO 6000 Blackwell Max-Q": 438.9e12, "RTX PRO 6000 Blackwell": 503.8e12, "RTX 6000 Ada": 364.2e12,
     "RTX 5090": 209.5e12, "RTX 4090": 165.2e12, "RTX 3090 Ti": 80e12, "RTX 3090": 71e12,
 }  # fmt: skip
-SLOWER = r"\b(MIG|Laptop|D)\b"  # names of slower versions, such as "RTX 4090 D": their peak is unknown
+SLOWER = r"\b(MIG|Laptop|D)\b"  # marks slower variants with an unknown peak, such as "RTX 4090 D"
 
 
 def mfu(tokens_per_s: float, model: ModelConfig, sequence_length: int, peak: float) -> float:

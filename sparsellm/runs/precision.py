@@ -21,17 +21,17 @@ def default_on(device: str) -> str:
 
 
 def obstacle(kernels: Kernels, device: str) -> str | None:
-    """Why the feedforward layers of every model run in PyTorch; None if kernels may run them."""
+    """Why feedforward layers run in PyTorch, whatever the model; None if kernels may run them."""
     if kernels == Kernels.torch:
         return "kernels=torch"
     return "they need a CUDA GPU" if device == "cpu" and not kernels.demanded else None
 
 
 def computed_in(asked: Dtype, checkpoint: Checkpoint) -> tuple[torch.dtype, str]:
-    """(the dtype of weights and activations, the reason for it). The dtype is the requested one, else the precision of
-    the run, else that of the stored weights.
+    """Returns (dtype of weights and activations, reason). The dtype is the requested one, else the run's precision,
+    else that of the stored weights.
 
-    Raises BrokenModel, and OSError if the hub cannot be read.
+    Raises BrokenModel if the stored weights cannot be read, and OSError if the hub cannot be read.
     """
     if asked != Dtype.auto:
         return getattr(torch, asked.name), f"dtype={asked.name}"
@@ -42,8 +42,8 @@ def computed_in(asked: Dtype, checkpoint: Checkpoint) -> tuple[torch.dtype, str]
 
 
 def computation(dtype: torch.dtype, why: str, obstacle: str | None, kernels: str | None = None) -> str:
-    """The line that says how a command computes a model. `obstacle`: why feedforward layers run in PyTorch; None if
-    they run on `kernels`, whose default is the kernels that this process has loaded."""
+    """A line that says in which dtype, and with which kernels, a command runs a model. `obstacle`: why feedforward
+    layers run in PyTorch; None if they run on `kernels` (default: the kernels loaded in this process)."""
     kernels = kernels or backend.loaded()
     engines = f"none ({obstacle})" if obstacle else f"{kernels} (available on this GPU)"
     return f"dtype {dtype_name(dtype)} ({why}), kernels {engines}"
@@ -54,11 +54,11 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def load_float32(checkpoint: Checkpoint) -> tuple[ModelConfig, Activation, dict[str, Tensor]]:
-    """`conversion.load` of the checkpoint, with the float32 weights of state/ where hf/ holds rounded ones.
+    """Like `conversion.load`, but with the float32 weights from state/ if hf/ holds rounded ones.
 
     Raises ValueError and OSError as `conversion.load` does, and CheckpointNotFound if state/ is damaged.
     """
-    # These take a second to import, which most commands need not wait for.
+    # Deferred: these imports take a second, and most commands do not need them.
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -84,7 +84,7 @@ def load_float32(checkpoint: Checkpoint) -> tuple[ModelConfig, Activation, dict[
     try:
         with warnings.catch_warnings(action="ignore"):  # torch warns about loading in a single process
             dcp.load(weights, storage_reader=reader, no_dist=True)
-    except CheckpointException as error:  # a BaseException that wraps the exceptions of ranks, also interrupts
+    except CheckpointException as error:  # a BaseException that wraps the ranks' exceptions, including interrupts
         for reason, _ in error.failures.values():
             if isinstance(reason, KeyboardInterrupt):
                 raise reason from None

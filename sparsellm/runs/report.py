@@ -1,5 +1,4 @@
-"""The text that a run prints: an overview before the first step, a summary at the end, and a sample of generated
-text."""
+"""What a run prints: an overview before the first step, a summary at the end, and a sample of generated text."""
 
 import json
 from pathlib import Path
@@ -21,8 +20,8 @@ from sparsellm.system.console import quantity
 from sparsellm.system.files import write_whole
 from sparsellm.system.packages import needed_by
 
-# Number of held-out tokens that are enough: the losses of single tokens vary by about 3 nats, so the mean of 20,000
-# tokens has a standard error of 0.02.
+# Sufficient number of held-out tokens: single tokens' losses have a standard deviation of about 3 nats, so the mean
+# over 20,000 tokens has a standard error of 0.02.
 ENOUGH = 20_000
 
 
@@ -32,9 +31,9 @@ def aligned(name: str, value: str) -> str:
 
 
 def opening(config: Config, ranks: Ranks, parameters: int, engine: str, available: int | None, folder: Path) -> str:
-    """A few lines about what will be trained, on which data, and where.
+    """The overview: a few lines about what will be trained, on which data, and where.
 
-    `engine`: what computes the feedforward layers. `available`: training tokens; None for a stream.
+    `engine`: what computes the feedforward layers. `available`: number of training tokens; None for a stream.
     """
     model, training, sparsity, data = config.model, config.training, config.sparsity, config.data
     unknown_peak = ranks.device.type == "cuda" and peak_flops(ranks.device) is None
@@ -85,16 +84,16 @@ def to_upload(folder: Path) -> list[str]:
 
 
 def caveat(tokens: int) -> str:
-    """What limits a held-out loss over `tokens` tokens; empty if there are enough."""
+    """A caveat if a held-out loss is measured over few `tokens`; empty if there are enough."""
     return "" if tokens >= ENOUGH else f"; under {ENOUGH:,} tokens, small differences may be chance"
 
 
 def summary(
     model: ModelConfig, sparsity: SparsityConfig, sources: list[str], rows: list[dict[str, Any]], folder: Path
 ) -> str:
-    """A few lines: losses, nonzeros, throughput, L1 coefficient, and where the run's files are.
+    """The summary: losses, nonzeros, throughput, L1 coefficient, and where the run's files are.
 
-    `sources`: the names of data.mix.
+    `sources`: names of the data.mix sources.
     """
     first, last = rows[0], rows[-1]
     speed = sorted(row["tokens_per_s"] for row in rows)[len(rows) // 2]
@@ -183,7 +182,7 @@ def saved_rows(checkpoint: Path) -> Saved | None:
 
 
 def sample(hf_folder: Path, prompt: str, new_tokens: int) -> str:
-    """Text generated from an exported checkpoint by transformers on the CPU, with top-k 50 and temperature 0.8."""
+    """Text that transformers generates from an exported checkpoint on the CPU, with top-k 50 and temperature 0.8."""
     model = pretrained.read_model(hf_folder)
     tokenizer = pretrained.read_tokenizer(hf_folder, model.config.vocab_size)
     inputs = tokenizer(prompt, return_tensors="pt")

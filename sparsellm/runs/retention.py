@@ -6,7 +6,7 @@ from sparsellm.config import OptimizerConfig, RunConfig, Schedule, SparsityConfi
 
 
 def last_common_step(training: TrainingConfig, optimizer: OptimizerConfig, sparsity: SparsityConfig) -> int:
-    """The last step that a run shares with a longer run; 0 if there is none, as without optimizer.schedule=wsd.
+    """The last step that a run has in common with a longer run; 0 if none, as without optimizer.schedule=wsd.
 
     After this step the learning rate decays, or dead neurons are no longer reinitialized, because the run is about to
     end; a longer run continues from here.
@@ -18,7 +18,7 @@ def last_common_step(training: TrainingConfig, optimizer: OptimizerConfig, spars
 
 
 class Retention:
-    """Checkpoints every run.checkpoint_every steps, of which the newest run.keep_checkpoints are kept.
+    """Decides which checkpoints to save (every run.checkpoint_every steps) and to keep (the newest keep_checkpoints).
 
     Two kinds of checkpoints are permanent: the first of each run.keep_every steps (a later step than planned if a save
     failed or had to wait for a finite gradient), and, with optimizer.schedule=wsd, the newest up to the last common

@@ -1,6 +1,6 @@
-"""Writes the tensors of a checkpoint: what each rank copies to the host and writes through DCP.
+"""Writes a checkpoint's tensors: decides what each rank copies to the host and writes through DCP.
 
-A whole tensor is the same on all ranks, so one rank copies and writes it; the main rank writes the model's. Of a
+A whole tensor is the same on all ranks, so only one rank copies and writes it; the main rank writes the model's. Of a
 sharded tensor (DTensor), each rank writes its own shard; if shards are replicated over nodes, the first node writes.
 
 The main rank exports the model as one file. It reads the weights of a sharded model back from the files that the ranks
@@ -47,8 +47,8 @@ def write(
     `shards`: the sharded tensors of which `copies` are shards; their values may have changed since the copy.
     Collective on `ranks.checkpoint_group`. Raises DCP's CheckpointException on all ranks.
     """
-    # per_thread_copy_ahead=0, because copying ahead, which is for GPU tensors, would open a context on GPU 0 in the
-    # writing thread of every rank.
+    # per_thread_copy_ahead=0, because copying ahead (meant for GPU tensors) would create a context on GPU 0 in every
+    # rank's writing thread.
     writer = dcp.FileSystemWriter(state, per_thread_copy_ahead=0, overwrite=False)
     described = {name: shards.get(name, copy) for name, copy in copies.items()}
     dcp.save(described, storage_writer=writer, planner=_FromCopies(copies), process_group=ranks.checkpoint_group)
@@ -81,14 +81,14 @@ def _own_shard(tensor: DTensor) -> torch.Tensor | None:
 
 
 def _share(tensors: dict[str, torch.Tensor], ranks: Ranks) -> list[str]:
-    """The names of tensors that this rank copies and writes: one writer per tensor, with balanced bytes.
+    """Names of the tensors that this rank copies and writes: one writer per tensor, with balanced bytes.
 
     DCP would also distribute the writing, but only after every rank had copied everything: 8 x 25 GB at 2B.
     """
     load = [0] * ranks.world_size
     mine = []
     # The main rank needs the model's weights for the export, so it also writes them. The other tensors are distributed
-    # such that every rank writes about as many bytes.
+    # so that all ranks write about the same number of bytes.
     order = sorted(tensors, key=lambda name: (not name.startswith(MODEL_PREFIX), -tensors[name].nbytes, name))
     for name in order:
         owner = 0 if name.startswith(MODEL_PREFIX) else load.index(min(load))

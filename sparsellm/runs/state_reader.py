@@ -28,14 +28,14 @@ NAMES = {
 
 
 class StateRefused(SparsellmError, ValueError):
-    """A `.metadata` with content that sparsellm never writes."""
+    """A `.metadata` file has content that sparsellm never writes."""
 
 
 class StateReader(FileSystemReader):
     """DCP's folder reader, with an unpickler for `.metadata` that accepts only NAMES."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Raises StateRefused."""
+        """Raises StateRefused if `.metadata` has content that sparsellm never writes."""
         path = Path(self.path, ".metadata")
         with path.open("rb") as file:
             metadata = _Unpickler(file, path).load()
@@ -47,7 +47,7 @@ class StateReader(FileSystemReader):
         return metadata
 
     def described(self) -> dict[str, TensorStorageMetadata]:
-        """Dtype and size of each tensor, by name. Raises StateRefused."""
+        """Dtype and size of each tensor, by name. Raises StateRefused, like `read_metadata`."""
         entries = self.read_metadata().state_dict_metadata.items()
         return {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
 

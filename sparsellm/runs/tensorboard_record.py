@@ -12,12 +12,12 @@ FOLDER = "tensorboard"  # in the run's folder
 
 
 class TensorboardRun:
-    """Writes the rows after step `begin`. TensorBoard then hides later rows that an earlier start may have written."""
+    """Writes the rows after step `begin`. TensorBoard then hides rows after `begin` from earlier starts of the run."""
 
     def __init__(self, folder: Path, begin: int) -> None:
         self.folder = folder / FOLDER
         self._writer: Any = None
-        self._lacking = False  # whether writing failed, after which no row is written
+        self._lacking = False  # whether writing has failed; no more rows are written then
         self._attempt(lambda: self._open(begin))
 
     def _open(self, begin: int) -> None:
@@ -29,7 +29,7 @@ class TensorboardRun:
         def add() -> None:
             for key, value in scalars(row).items():
                 self._writer.add_scalar(key, value, row["step"])
-            self._writer.flush()  # torch would wait for two minutes, and a run that ends with an error would lose rows
+            self._writer.flush()  # torch flushes every two minutes, so a run that fails would lose rows
 
         self._attempt(add)
 

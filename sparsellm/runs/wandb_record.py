@@ -1,9 +1,9 @@
 """A run's record in Weights & Biases: the rows of metrics.jsonl, figures, and evaluations of checkpoints.
 
-A run has one record; the record's id is in the run's folder. Each start of training, and each evaluation, adds to the
-record: online at once; offline in a separate folder, wandb/offline-run-*, which `wandb sync` uploads. Given a run's
+A run has one record, whose id is stored in the run's folder. Each start of training, and each evaluation, adds to the
+record: online immediately; offline in a separate folder, wandb/offline-run-*, which `wandb sync` uploads. Given a run's
 wandb/ folder, `wandb sync` (0.31) uploads all offline folders that are not uploaded yet, and merges those with the same
-id, in the order of their starts, into one record.
+id, in the order in which they were started, into one record.
 
 wandb writes rows to disk every 15 seconds. A run that was killed sooner leaves a file with only a header, which makes
 `wandb sync` refuse the whole folder; the next start removes such empty files.
@@ -16,7 +16,7 @@ No failure of wandb ends a command or delays it by more than about ten seconds. 
 offline. If the server fails later, wandb still writes every row to a file in the run's folder, and a line at the end
 gives the command that uploads the rest.
 
-Like a model card (hf/card.py), a record omits command line, host, and folders of absolute paths.
+Like a model card (hf/card.py), a record omits the command line, the host, and the folder part of absolute paths.
 """
 
 import logging
@@ -67,7 +67,8 @@ FATAL = b'"level":"ERROR+4"'  # in wandb's log of a run: wandb has given up uplo
 
 
 class WandbRun:
-    """A record: online with a key, otherwise offline; `status` says which and why. Without a record methods do nothing.
+    """A run's record: online with an API key, otherwise offline; `status` says which and why. If there is no record,
+    methods do nothing.
 
     No method raises wandb's exceptions or OSError: lost rows are reported once on stderr.
     """
@@ -75,7 +76,7 @@ class WandbRun:
     def __init__(self, config: Config, folder: Path) -> None:
         self.folder = folder
         self._run: Any = None  # wandb's run object
-        self._lacking = False  # whether lost rows were reported
+        self._lacking = False  # whether lost rows have been reported
         self._bytes = 0  # size of the record when last checked
         self._waiting_since: float | None = None  # time of the first row logged since the size changed
         mode = config.logging.wandb
@@ -85,7 +86,7 @@ class WandbRun:
         self.status += _environments_part(config.logging)
 
     def _start(self, mode: WandbMode, begin: Callable[[str], Any]) -> str:
-        """Start the record with `begin(mode)`. Returns where the record is, or why there is none.
+        """Start the record with `begin(mode)`. Returns whether it is online or offline, or why there is none.
 
         The last attempt ignores wandb's environment variables, because a variable such as WANDB_BASE_URL may be wrong.
         """
@@ -130,13 +131,13 @@ class WandbRun:
         self._attempt(lambda: self._run.log(scalars(row), step=row["step"]))
 
     def alert(self, title: str, text: str) -> None:
-        """Send an alert, by which Weights & Biases notifies the run's owner."""
+        """Send an alert: Weights & Biases notifies the run's owner."""
         if self._run is None:
             return
         self._attempt(lambda: self._run.alert(title, text, level="ERROR"))
 
     def figures(self, step: int, files: list[Path]) -> None:
-        """Add figures of the run after `step`, by file name."""
+        """Add figures, drawn after `step`, under their file names."""
         if self._run is None:
             return
         import wandb
@@ -146,7 +147,7 @@ class WandbRun:
     def evaluation(self, step: int, scores: dict[str, float], table: str, tasks: dict[str, dict[str, Any]]) -> None:
         """Add an evaluation of the checkpoint at `step`: as a row, in the run's summary, and as a table.
 
-        `table`: the table's name. `tasks`: the values of each task; the table has the columns TABLE.
+        `table`: the table's name. `tasks`: {task: values}; the table's columns are TABLE.
         """
         if self._run is None:
             return
@@ -161,7 +162,8 @@ class WandbRun:
         self._attempt(add)
 
     def _log(self, step: int, values: dict[str, Any]) -> None:
-        """Log `values` at `step`, or at the record's last step if that is later: online, rows must be in order."""
+        """Log `values` at `step`, or at the record's last step if that is later, because rows online must be in
+        order."""
         self._run.log(values, step=max(step, self._run.step))
 
     def close(self, exit_code: int) -> None:
@@ -173,7 +175,7 @@ class WandbRun:
         online, size = bool(self._run.url), self._size()
         failure = self._attempt(lambda: self._run.finish(exit_code=exit_code))
         self._attempt(wandb.teardown)  # writes the rest now, so that nothing can fail when the process ends
-        # wandb's own process may still be about to add at least the end of the run.
+        # wandb's own process may not have written the end of the run yet.
         deadline = time.monotonic() + FINISHING
         waits = failure is None and any((self.folder / FOLDER).glob("*run-*"))
         while waits and self._size() <= size and time.monotonic() < deadline:
@@ -188,13 +190,13 @@ class WandbRun:
             self._say_lacking("its file did not grow at the end")
 
     def _size(self) -> int:
-        """Bytes of the record in the run's folder."""
+        """Size in bytes of the record in the run's folder."""
         with suppress(OSError):  # the folder was removed
             return sum(part.stat().st_size for part in (self.folder / FOLDER).glob("*run-*/*.wandb"))
         return 0
 
     def _look_for_growth(self) -> None:
-        """Warn if the record has not grown for long although rows were logged."""
+        """Warn if the record has not grown for PATIENCE seconds although rows were logged."""
         size, now = self._size(), time.monotonic()
         if size != self._bytes:
             self._bytes, self._waiting_since = size, None
@@ -230,7 +232,7 @@ class WandbRun:
 
 
 def _environments_part(logging: LoggingConfig) -> str:
-    """Which of wandb's variables in the environment were obeyed, and why the others were not, for `status`."""
+    """The part of `status` that says which WANDB_* environment variables were applied, and why others were not."""
     obeyed, rest = [], ""
     for key, (name, text, value, mistake) in wandb_variables().items():
         shown = f"{name}={textwrap.shorten(text, 60, placeholder='...')}"
@@ -245,7 +247,8 @@ def _environments_part(logging: LoggingConfig) -> str:
 
 
 def _init(logging: LoggingConfig, name: str | None, values: dict[str, Any], folder: Path, mode: Any) -> Any:
-    """Start a wandb run with these `values` in the run's `folder`. Leftovers of a failed start are removed."""
+    """Start a wandb run with the configuration `values` in the run's `folder`. If the start fails, its files are
+    removed."""
     import wandb
 
     for part in offline_parts(folder):
@@ -283,7 +286,7 @@ def _environment(bare: bool) -> Iterator[None]:
         yield
     finally:
         for key, value in hidden.items():
-            os.environ.setdefault(key, value)  # keeps a new WANDB_SERVICE, which names a process started since
+            os.environ.setdefault(key, value)  # keeps a new WANDB_SERVICE: it names a running process
 
 
 @contextmanager
@@ -305,7 +308,8 @@ def _gave_up(file: Path) -> bool:
 
 
 def record_id(folder: Path) -> str:
-    """The record's id: one per run folder for all its starts, because run names may repeat on other machines."""
+    """The record's id. All starts of a run use the same one. Not derived from the run's name, which may not be
+    unique."""
     path = folder / FOLDER / "id"
     try:
         content = regular.content(path).decode(errors="replace")
@@ -331,17 +335,18 @@ def record_id(folder: Path) -> str:
 
 
 def _check(record: str) -> str:
-    """A check value stored with the id, to detect a changed id."""
+    """A checksum stored next to the id, to detect damage."""
     return xxhash.xxh3_64_hexdigest(record.encode())
 
 
 def offline_parts(folder: Path) -> list[Path]:
-    """The offline files of the record of the run in `folder`."""
+    """The record's offline files, for the run in `folder`."""
     return sorted((folder / FOLDER).glob("offline-run-*/*.wandb"))
 
 
 def sync_command(folder: Path) -> str | None:
-    """The command that uploads the offline parts of the run in `folder`; None if there are none."""
+    """The command that uploads the record's offline files for the run in `folder`; None if nothing is left to
+    upload."""
     if all(part.with_name(part.name + ".synced").exists() for part in offline_parts(folder)):
         return None
     return f"{_wandb_program()} sync {shlex.quote(str(folder / FOLDER))}"

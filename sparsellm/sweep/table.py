@@ -192,9 +192,8 @@ def distinct(values: Iterable[Any]) -> str:
 
 def _legend(sweep: Sweep, titles: set[str], dtypes: str) -> str:
     """Explanations of the columns `titles`. `dtypes`: the dtypes of the scores."""
-    configs = [
-        point.config for point in sweep.points if not point.baseline
-    ]  # the dense baseline has none of the settings explained below
+    # The dense baseline is left out, because it has none of the settings explained below.
+    configs = [point.config for point in sweep.points if not point.baseline]
     neurons = distinct(c.model.intermediate_size for c in configs)
     silence = distinct(c.sparsity.dead_after_tokens for c in configs)
     multiplied = distinct(MULTIPLIED[c.sparsity.l1_normalization] for c in configs if c.sparsity.l1_coefficient)
