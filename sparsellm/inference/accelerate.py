@@ -46,7 +46,7 @@ def accelerate(
     Args:
         kernels: "auto" takes the CUDA kernels on a Hopper GPU and the Triton kernels on another CUDA GPU. If these
             kernels cannot run, a message says so once, and the model stays as it is; with `training`, it computes as
-            with "torch". "cuda" and "triton" demand the named kernels. "torch" computes every call by the operator's
+            with "torch". "cuda" and "triton" require those kernels. "torch" computes every call with the operator's
             PyTorch reference.
         engine: "dense", "row" or "tile" for every call, instead of each block's own choice. Not with `training`.
         calibrate: Measure what the engines cost, if the model is in bfloat16 on a GPU and its layer shapes have not
@@ -60,9 +60,9 @@ def accelerate(
         `model`.
 
     Raises:
-        KernelsUnavailable: The demanded kernels cannot run here.
-        ValueError: A block is not one that the operator computes, or this process already computes on other kernels.
-            The model is unchanged.
+        KernelsUnavailable: The required kernels cannot run here.
+        ValueError: The operator does not support a block, or this process already uses other kernels. The model is
+            unchanged.
     """
     if kernels not in ("auto", "cuda", "triton", "torch"):
         raise ValueError(f"kernels is {kernels!r}: it should be 'auto', 'cuda', 'triton' or 'torch'")
@@ -82,7 +82,8 @@ def accelerate(
         kernels = "torch"
     if kernels in ("cuda", "triton"):
         backend.load(kernels)
-    measures = calibrate and policy is None  # again before the first decision: the model may still be on a CPU now
+    # A layer in training measures again before its first decision, because the model may still be on a CPU now.
+    measures = calibrate and policy is None
     if policy is None and backend.loaded() and engine is None and kernels != "torch":
         policy = _policy_for([block.get_parameter("down_proj.weight") for block in originals], calibrate)
     of_all = kernels == "torch", engine, policy or Policy()
@@ -112,12 +113,13 @@ def policy_of(model: nn.Module) -> Policy | None:
 
 
 def l1_loss(model: nn.Module) -> Tensor:
-    """The L1 term of a model that trains on the operator, for its loss: the sum over neurons and layers of |h|,
+    """The L1 term to add to the loss of a model that trains on the operator: the sum of |h| over neurons and layers,
     averaged over the tokens of the last forward pass. 0-d, with a gradient.
 
-    `model` holds SparseFeedForward layers, or is a model of `accelerate(model, training=True)`, wrapped or not. This is
-    the sum that `sparsity.l1_normalization=sum` multiplies by `sparsity.l1_coefficient` in our trainer. Raises
-    ValueError for a model without such layers, and RuntimeError before the first forward pass with gradients.
+    `model` contains SparseFeedForward layers, its own or those of `accelerate(model, training=True)`, and may be
+    wrapped. This is the sum that `sparsity.l1_normalization=sum` multiplies by `sparsity.l1_coefficient` in our
+    trainer. Raises ValueError for a model without such layers, and RuntimeError before the first forward pass with
+    gradients.
     """
     layers = [module for module in model.modules() if isinstance(module, SparseFeedForward)]
     if not layers:

@@ -256,8 +256,9 @@ class EngineChoice:
     def _read(self, w_up: Tensor) -> None:
         """Choose the engines from the counts on the host, once all have arrived, so that none is UNDER_WAY.
 
-        This method must not query a CUDA event, which is forbidden during a graph capture. Counts must be readable even
-        then, because the counts of torch's warm-up call, right before the capture, should choose the captured engines.
+        This method must not query a CUDA event, which is forbidden during a graph capture. Counts must be readable
+        during a capture too, because the counts of torch's warm-up call, right before the capture, should choose the
+        captured engines.
         """
         if not self.deciding.acquire(blocking=False):
             return
@@ -315,7 +316,7 @@ def _say_dense(dtype: torch.dtype) -> None:
 
 # Operators that compiled code calls.
 
-# The choices by the addresses of their handles.
+# Choices by handle address.
 _choices: weakref.WeakValueDictionary[int, EngineChoice] = weakref.WeakValueDictionary()
 
 

@@ -1,4 +1,4 @@
-"""A feedforward layer on the operator: made by its sizes, or around the block of a model (`sparsellm.accelerate`).
+"""A feedforward layer on the operator, created from sizes or around a model's block (`sparsellm.accelerate`).
 
 Without gradients, the layer chooses engines by its `EngineChoice`. With gradients, one of these decides:
 
@@ -39,7 +39,7 @@ class SparseFeedForward(nn.Module):
         hidden: K, a multiple of 8.
         intermediate: N, the number of neurons, a multiple of 8.
         gated: If False, y = down(relu(up(x))), and there is no gate_proj.
-        activation: "relu", whose zeros are exact.
+        activation: Only "relu" is supported, because its zeros are exact.
 
     Raises:
         ValueError: A size or the activation is not supported.
@@ -66,8 +66,8 @@ class SparseFeedForward(nn.Module):
     ) -> Self:
         """A layer with the children of `original`, so that names and state_dict stay the same.
 
-        traced: PyTorch computes every call. engine: computes every call without gradients; None: chosen by `policy`.
-        in_training: chooses in calls with gradients.
+        traced: PyTorch computes every call. engine: the engine of every call without gradients; None: `policy` chooses.
+        in_training: chooses the engine of calls with gradients.
         """
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
@@ -99,7 +99,7 @@ class SparseFeedForward(nn.Module):
         register(self.handle, self.choice)
         if self.in_training is not None:
             choose_in_training(self)
-            torch.compiler.assume_constant_result(_kernels_run)  # here, because this call imports Dynamo
+            torch.compiler.assume_constant_result(_kernels_run)  # not at import time, because this call imports Dynamo
 
     def forward(self, x: Tensor) -> Tensor | FeedForwardOutput:
         weights = self._weight("gate_proj") if self.gated else None, self._weight("up_proj"), self._weight("down_proj")
@@ -144,7 +144,7 @@ class SparseFeedForward(nn.Module):
     def counts(self) -> dict[str, float | str]:
         """What the last call with gradients counted, for logging. Waits for the device.
 
-        Its keys: `engine`, which computes the next call: "dense" or "tile"; `nonzeros`: nonzero activations per token;
+        Keys: `engine`, the engine of the next call, "dense" or "tile"; `nonzeros`: nonzero activations per token;
         `fired`: fraction of neurons that were active for any token; `l1`: the value of `l1()`; `rest_calls`: 1 if the
         nonzeros exceeded the lists of the tile engine, which makes a call much slower, else 0. Raises RuntimeError
         before the first such call.
@@ -156,7 +156,7 @@ class SparseFeedForward(nn.Module):
             call.fired.double().mean(),
             call.l1,
             call.rest_calls,
-        ]  # float32 rounds large counts
+        ]  # nnz is float64, because float32 rounds large counts
         nnz, fired, l1, rest_calls = torch.stack(counted).tolist()
         tokens, engine = max(call.tokens, 1), Plan.read(self.in_training.plan).engine.name
         return {"engine": engine, "nonzeros": nnz / tokens, "fired": fired, "l1": l1 / tokens, "rest_calls": rest_calls}
@@ -210,5 +210,5 @@ class SparseFeedForward(nn.Module):
 
 
 def _kernels_run() -> bool:
-    """Whether the kernels of this GPU run here; loads them if so. Compiled code asks once, when it is traced."""
+    """Whether this GPU's kernels can run here; loads them if so. Compiled code calls this once, during tracing."""
     return backend.available()[0]

@@ -92,7 +92,7 @@ class Batch:
 
 
 class Generator:
-    """Generates text with a decoder, which it takes over: without gradients, in one dtype, accelerated.
+    """Generates text with a decoder, which is modified: no gradients, weights in `dtype`, accelerated layers.
 
     Args:
         decoder: The model, on its device.
@@ -134,7 +134,7 @@ class Generator:
     def load(
         cls, path: str | Path, device: str | None = None, dtype: torch.dtype | None = None, **settings: Any
     ) -> Self:
-        """Read the model, tokenizer and stop tokens of an hf/ folder or a hub name.
+        """Read the model, tokenizer and stop tokens from an hf/ folder or the hub.
 
         Args:
             path: The folder or hub name.
@@ -236,7 +236,7 @@ class Generator:
         return lengths
 
     def _take(self, size: int, positions: int) -> Batch:
-        """Memory for `size` sequences of `positions`, owned by the caller until `_leave`."""
+        """Memory for `size` sequences of `positions` positions, owned by the caller until `_leave`."""
         room = min(-(-positions // CACHE_MULTIPLE) * CACHE_MULTIPLE, self.config.context_length)
         batch = self._idle.pop((size, room), None)
         if batch is None:

@@ -1,16 +1,16 @@
 """The decoder's layers during generation: for prompts, and for one token per sequence.
 
-On a GPU each layer is a few kernel launches, without torch.compile, which takes longer to compile than it saves in one
-text. Triton kernels (sparsellm.inference.kernels) compute the pointwise work between the matmuls, and the matmuls of a
-single token. On a CPU, PyTorch's operators compute the same.
+On a GPU each layer is a few kernel launches, without torch.compile, whose compilation takes longer than it saves in one
+generation. Triton kernels (sparsellm.inference.kernels) compute the pointwise work between the matmuls, and the matmuls
+of a single token. On a CPU, PyTorch's operators compute the same.
 
 The residual stream is passed as two parts: x, and the previous layer's output y, which is still to be added. So one
 kernel computes the sum and the following norm, and for a single token the following matmul too.
 
-Letters: B sequences, R tokens of a call over all sequences, T length of the longest, S cache positions, K model width,
-H heads of width D, H_kv key/value heads, each shared by H / H_kv query heads. Numerics: sums, norms, rotation and
-activations are float32; normalised inputs, rotated heads, activated gates and the results of matmuls are rounded to
-the dtype of the weights.
+Letters: B sequences, R tokens of a call over all sequences, T length of the longest sequence, S cache positions, K
+model width, H heads of width D, H_kv key/value heads, each shared by H / H_kv query heads. Numerics: sums, norms,
+rotation and activations are float32; normalised inputs, rotated heads, activated gates and the results of matmuls are
+rounded to the dtype of the weights.
 """
 
 from collections.abc import Iterator

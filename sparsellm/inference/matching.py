@@ -72,7 +72,7 @@ def _problems(name: str, module: nn.Module) -> Iterator[str]:
             )
         if linear.bias is not None:
             yield f"{full} has a bias: it should have none"
-        if weight.is_meta and not isinstance(module, OWN):  # OWN may be accelerated before `to_empty` allocates it
+        if weight.is_meta and not isinstance(module, OWN):  # OWN blocks may be accelerated before `to_empty`
             yield f"{full}.weight is on the meta device: it should be loaded, not offloaded"
         if weight.is_inference():
             yield f"{full}.weight was created in inference mode: it should be loaded outside of torch.inference_mode()"

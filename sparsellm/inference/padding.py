@@ -2,14 +2,15 @@
 
 Prompts of unequal lengths are padded on the left, and every layer computes the padding too. A padding token attends to
 nothing, not even itself, and no other token depends on it. But padding would fire many neurons, as the first token of a
-text does: the sparse engines would compute these neurons, and layers would choose their engines from counts of padding.
+sequence does: the sparse engines would compute these neurons, and layers would choose their engines from counts of
+padding.
 
 So the embeddings of hidden tokens are set to zero before the first layer. Norms and bias-free matmuls map zeros to
 zeros. The attention output of a token that attends to nothing depends on the kernel: zeros on a CPU, a mean of all
 values in some CUDA kernels. So each layer's attention output is set to zero for hidden tokens too. A row of zeros fires
 no neuron, so the row costs a sparse engine nothing after the gate GEMM and adds to no count. Other tokens keep every
 bit. Two kinds of padding still fire: float masks, as in transformers' "eager" attention, do not identify hidden tokens,
-and padding on the right attends to the text.
+and padding on the right attends to the prompt.
 
 The host never waits, and shapes stay the same for compiled models. Calls with gradients are not changed, nor are calls
 of one token per sequence (decoding), which contain no padding.

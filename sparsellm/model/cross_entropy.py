@@ -31,7 +31,7 @@ class TeacherOutput(NamedTuple):
 
 
 def softmax_cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """logits [M, V], targets [M] int64 -> (the sum of losses, 0-d float32 or wider; its gradient [M, V], as logits)."""
+    """logits [M, V], targets [M] int64 -> (summed loss, 0-d float32 or wider; gradient [M, V], dtype of logits)."""
     loss, gradient = _wide_cross_entropy(logits, targets)
     return loss, gradient.to(logits.dtype)
 
@@ -39,7 +39,7 @@ def softmax_cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tens
 def distilled_softmax_cross_entropy(
     logits: Tensor, targets: Tensor, teacher: Tensor, weight: float, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """logits, teacher [M, V], targets [M] int64 -> (loss, ce, kl, the gradient [M, V] of loss, as logits).
+    """logits, teacher [M, V], targets [M] int64 -> (loss, ce, kl, gradient [M, V] of loss, dtype of logits).
 
     ce, kl and loss are sums over tokens, 0-d float32 or wider: kl = KL(teacher || student) with both logits divided by
     the temperature, and loss = ce + weight temperature^2 kl. The factor temperature^2 keeps the gradient of kl equally

@@ -1,4 +1,4 @@
-"""The torch dtype of each precision of a configuration."""
+"""The torch dtype for each configurable precision."""
 
 import torch
 

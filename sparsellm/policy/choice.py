@@ -1,4 +1,4 @@
-"""The policy: picks the engine for a call from the activation counts of earlier calls of the layer."""
+"""The policy: picks the engine for a call from the activation counts of the layer's earlier calls."""
 
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -13,7 +13,7 @@ packaged = lru_cache(Packaged)
 
 @dataclass(frozen=True)
 class Policy:
-    """Chooses engines on `kernels` from a layer's costs as measured on this GPU model, or else the package's costs.
+    """Chooses engines by a layer's costs on `kernels`: those measured on this GPU model, or else the package's.
 
     Code that accelerates or trains a model creates a policy (first_use.policy_for) and passes it on.
     """
@@ -45,8 +45,8 @@ class Policy:
     def training_plan(
         self, tokens: int, width: int, neurons: int, nnz: float, union: float, fullest: float, current: Plan
     ) -> Plan:
-        """The plan for a micro-batch's forward and backward pass. fullest: nonzeros per token of the fullest of the
-        counted micro-batches. The other arguments are those of `choose_engine`."""
+        """The plan for a micro-batch's forward and backward pass. fullest: nonzeros per token in the fullest
+        micro-batch that was counted. The other arguments are those of `choose_engine`."""
         engine = self.choose_training_engine(tokens, width, neurons, nnz, union, current=current.engine)
         if fullest > TILE_MAX_NONZEROS:
             engine = Engine.dense  # an overflow in one micro-batch costs more time than all others save
@@ -62,7 +62,7 @@ class Policy:
         return Plan(Engine.dense if self.kernels == "triton" else Engine.row)
 
     def chosen_by(self, width: int, neurons: int) -> str:
-        """The costs by which engines of layers of this shape are chosen, in words, for messages."""
+        """Describes, for messages, which costs choose the engines of a layer of this shape."""
         if (width, neurons) in self.measured:
             return "costs measured on this GPU model"
         if is_shipped(self.kernels, width, neurons):

@@ -1,4 +1,4 @@
-"""Creates the policy of given layers, and calibrates layers that have no cached costs for this GPU model.
+"""Creates a policy for layers, and calibrates those that have no cached costs for this GPU model.
 
 Token counts that do not fit into free memory are skipped. If more memory is free later, the layer is measured again. On
 a GPU that is too small for all token counts, free memory does not grow, so nothing is measured again.
@@ -29,7 +29,7 @@ Shape = tuple[int, int]  # K and N of a layer
 
 
 def policy_for(layers: Iterable[Shape], device: torch.device, missing: Iterable[Shape] = ()) -> Policy:
-    """The policy of `layers` from cached costs for the current GPU's model and the loaded kernels.
+    """The policy for `layers`, from the cached costs for the current GPU's model and the loaded kernels.
 
     missing: the layers to measure on `device` first, unless they have cached costs or the package's costs were measured
     on this GPU model. Layers are also measured again if more memory is free now than when they were measured. Each
@@ -60,7 +60,7 @@ def policy_for(layers: Iterable[Shape], device: torch.device, missing: Iterable[
 
 
 def _is_missing(layer: Shape, found: dict[Shape, Costs], device: torch.device) -> bool:
-    """Whether such layers have no costs for this GPU, or costs for fewer token counts than fit into memory now."""
+    """Whether `layer` has no costs for this GPU, or costs for fewer token counts than fit into memory now."""
     if layer not in found:
         return not is_shipped(backend.loaded() or "cuda", *layer)
     tried = found[layer].tried

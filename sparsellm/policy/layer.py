@@ -67,7 +67,7 @@ class Layer:
         return torch.randn(shape, generator=self.generator, device=self.device, dtype=self.dtype)
 
     def gate_of(self, firing: Firing) -> Tensor:
-        """w_gate [N, K] with this sparsity."""
+        """w_gate [N, K] with the sparsity that `firing` describes."""
         if firing not in self.gates:
             probabilities = frequencies(self.neurons, firing).to(self.device)
             gate = self.gate.clone()

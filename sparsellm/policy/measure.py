@@ -35,7 +35,7 @@ _SIZES = (
     *range(1, 9), 12, FEWEST_TOKENS, FEWEST_TOKENS + 1, 32, FEW_TOKENS, 128, 192, 256, 320, 384, 448, 512, 640, 768,
     896, 1024, 1280, MANY_TOKENS - 1, MANY_TOKENS, 2048, 4096, 8192,
 )  # fmt: skip
-ORDERED_ALONE = ALONE * MIN_ORDERED_TOKENS  # Triton orders tokens from here in forward without backward
+ORDERED_ALONE = ALONE * MIN_ORDERED_TOKENS  # the Triton kernels order forward passes without backward from here on
 SIZES = {
     "cuda": (*_SIZES, MIN_ORDERED_TOKENS - 1, MIN_ORDERED_TOKENS, 65_536),
     "triton": (*_SIZES, 16_384, ORDERED_ALONE - 1, ORDERED_ALONE, 2 * ORDERED_ALONE),
@@ -126,7 +126,7 @@ def calls_of(tokens: int, training: bool) -> list[Call]:
 
 
 def gpu_milliseconds(layer: Layer, calls: Sequence[Call]) -> list[float | None]:
-    """The median time of each call, alternating between calls, or None for all calls if one runs out of memory."""
+    """The median ms of each call, alternating between calls, or None for all calls if one runs out of memory."""
 
     def runs(call: Call) -> Callable[[int], object]:
         return lambda _: layer.run(call)

@@ -96,7 +96,7 @@ def _merged(entries: list[dict[str, Any]]) -> dict[int, Formula]:
 
 
 def is_shipped(kernels: str, width: int, neurons: int) -> bool:
-    """Whether the package's costs were measured on this GPU model and such a layer, and `kernels` are loaded."""
+    """Whether the package's costs were measured on this GPU model and layer shape, and `kernels` are loaded."""
     of = data(kernels)
     if of.gpu is None or (width, neurons) != of.layer or backend.loaded() != kernels:
         return False

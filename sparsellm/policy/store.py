@@ -27,7 +27,7 @@ from sparsellm.system.packages import PackageMissing
 
 PATIENCE = 300  # seconds to wait for another process to measure, including compilation of Triton kernels
 
-warn_once = lru_cache(warn)  # a file is read several times per process
+warn_once = lru_cache(warn)  # a file is read several times per process, but reported once
 
 
 class DamagedCalibration(SparsellmError, RuntimeError):
@@ -41,7 +41,7 @@ def file() -> Path:
 
 
 def keep(costs: Costs, sizes: Tuning | None) -> Path:
-    """Write the costs of a layer, and the Triton kernels' block sizes if they were tuned. Raises OSError."""
+    """Write a layer's costs, and the Triton kernels' block sizes if they were tuned. Raises OSError on failure."""
     path = file()
     path.parent.mkdir(parents=True, exist_ok=True)
     with regular.to_write(path.with_suffix(".lock"), "w") as lock:  # two layers may be measured at the same time
@@ -112,7 +112,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _version() -> str:
-    """12 hexadecimal digits that identify the measuring method and all that changes costs, except the GPU."""
+    """12 hexadecimal digits that identify the measuring method and all else that changes costs, except the GPU."""
     digest = hashlib.sha256(f"{torch.__version__} {METHOD}".encode())
     if backend.loaded() == "triton":
         import triton

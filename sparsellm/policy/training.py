@@ -4,10 +4,10 @@ Every DECIDE_EVERY steps, the nonzeros of a step s are summed over the ranks and
 These counts decide the plans of step s + DELAY and later. Right before that step, the host waits for step s while the
 device still computes step s + 1. So all ranks make the same decisions before the same steps.
 
-Our trainer knows its steps (training/plans.py). In any other loop, torch reports the steps: when `Optimizer.step` ends,
-the layers whose weights the optimizer updates count or decide (`choose_in_training`). Plans change only between steps,
-because a recomputation must find the plan of its forward pass. A step in which no layer ran Python code, such as the
-replay of a CUDA graph, is not counted.
+Our trainer schedules this itself (training/plans.py). In any other training loop, torch reports the steps: when
+`Optimizer.step` ends, the layers whose weights the optimizer updates count or decide (`choose_in_training`). Plans
+change only between steps, because a recomputation must find the plan of its forward pass. A step in which no layer ran
+Python code, such as the replay of a CUDA graph, is not counted.
 """
 
 import weakref
@@ -62,7 +62,7 @@ class Call(NamedTuple):
 
 
 class TrainingChoice:
-    """The plan of one layer outside of our trainer, and its last call with gradients."""
+    """A layer's plan in training loops other than our trainer, and the layer's last call with gradients."""
 
     def __init__(self, calibrate: bool) -> None:
         """calibrate: Measure the engines on this GPU before the first decision, unless their costs are cached."""
@@ -75,7 +75,7 @@ class TrainingChoice:
         self.last, self.is_new = Call(tokens, out.l1, out.nnz, out.fired, out.rest_calls, out.union), True
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state of a copy of the layer. `last` belongs to the graph of the original, which cannot be copied."""
+        """The state of a copy of the layer. `last` belongs to the original's autograd graph, which cannot be copied."""
         return {"calibrate": self.calibrate, "plan": self.plan.clone()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -84,16 +84,16 @@ class TrainingChoice:
 
 
 class Steps:
-    """Chooses the engines of the `layers` (SparseFeedForward) whose weights one optimizer updates, at its steps."""
+    """At an optimizer's steps, chooses engines for the `layers` (SparseFeedForward) whose weights it updates."""
 
     def __init__(self, layers: list[Any]) -> None:
         self.layers, self.step = layers, 0
         self.shapes = [(layer.down_proj.weight.shape[0], layer.down_proj.weight.shape[1]) for layer in layers]  # K, N
-        self.ranks = 1  # ranks that decide together
+        self.ranks = 1  # number of ranks that decide together
         self.counts: Counts | None = None  # counts that no decision has used yet
 
     def ended(self) -> None:
-        """Count or decide if this is due at the end of a step. Collective."""
+        """Called at the end of each step: counts or decides if due. Collective."""
         choices = [layer.in_training for layer in self.layers]
         if not any(choice.is_new for choice in choices):
             return
@@ -165,7 +165,8 @@ def stop_choosing(layer: nn.Module) -> None:
 
 @cache
 def _listen() -> None:
-    register_optimizer_step_post_hook(torch.compiler.disable(_after_step))  # here, because `disable` imports Dynamo
+    # `disable` imports Dynamo, so it is not called at import time.
+    register_optimizer_step_post_hook(torch.compiler.disable(_after_step))
 
 
 def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -186,5 +187,5 @@ def in_backward() -> bool:
 
 
 def takes_kernels(weight: Tensor) -> bool:
-    """Whether kernels may compute with `weight`, which autocast may cast to bfloat16. Elsewhere nothing is chosen."""
+    """Whether kernels may compute with `weight`, possibly after autocast to bfloat16. If not, no engine is chosen."""
     return weight.is_cuda

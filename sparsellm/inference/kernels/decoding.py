@@ -160,7 +160,7 @@ def attend_to_the_past(
     hold `lengths` [B] int64 positions, fewer than S; the keys and values of `heads` are appended in place.
 
     norms: see `Norms`. cos, sin: tables [S, D] float32; only the first half of each row is read, because the second
-    repeats it. All are contiguous.
+    repeats it. All must be contiguous.
     """
     size, positions, kv_heads, width = keys.shape
     count, programs, how = heads.shape[1] - 2 * kv_heads, size * kv_heads, early(heads.device)
@@ -242,7 +242,7 @@ def multiply(
     norm. The result [1, N] has the dtype of `weight`.
 
     weight, up: [N, K]. x, y: [1, K] of any dtype. norm: weight [K] float32 of the norm. bias: [N]. activation: "relu",
-    "silu" or none. All are contiguous.
+    "silu" or none. All must be contiguous.
     """
     rows, width = weight.shape
     columns = padded(width)

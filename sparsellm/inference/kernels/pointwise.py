@@ -64,7 +64,7 @@ def normed_sum(
 def sum_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """x [R, K] float32, y [R, K] of any dtype -> (x + y, its RMS norm): [R, K] float32 and [R, K] in `dtype`.
 
-    weight: the norm's [K] float32. All are contiguous.
+    weight: the norm's, [K] float32. All must be contiguous.
     """
     rows, width = x.shape
     both, normed, columns = x.new_empty(rows, width), x.new_empty(rows, width, dtype=dtype), padded(width)

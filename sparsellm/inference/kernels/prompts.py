@@ -74,7 +74,7 @@ def place(
 
     norms: RMS norm weights of queries and keys, and epsilon. cos, sin: tables [S, D] float32; only the first half of
     each row is read, because the second repeats it. ends, lengths [B] int64: end of each sequence among the R tokens,
-    and its length. longest: T. All are contiguous.
+    and its length. longest: T. All must be contiguous.
     """
     size, positions, kv_heads, width = keys.shape
     count, half = heads.shape[1] - 2 * kv_heads, padded(width // 2)
