@@ -3,8 +3,8 @@
 A single process forms a group of one, so that callers need not distinguish the two cases. Checkpoints are written by a
 background thread and use a separate CPU group, because two threads must not share a group for collectives.
 
-Only this file exchanges objects between ranks. A stop request travels with a reduction that a step needs anyway: the
-row of a logged step (runs/metrics.py).
+Only this file exchanges objects between ranks. A stop request is sent along with a reduction that happens anyway: the
+one for the row of a logged step (runs/metrics.py).
 
 If a rank ends or hangs between rendezvous and leaving the group, its lifeline ends all other ranks (lifeline.py).
 """
@@ -59,7 +59,7 @@ class Ranks:
 
 
 def device_type(choice: str) -> str:
-    """ "cuda" or "cpu", for "auto", "cuda" or "cpu"; auto means a GPU if there is one."""
+    """Resolves "auto" to "cuda" if there is a GPU, otherwise to "cpu"; returns "cuda" and "cpu" unchanged."""
     return ("cuda" if torch.cuda.is_available() else "cpu") if choice == "auto" else choice
 
 
@@ -87,7 +87,7 @@ def process_group(device_type: str, connect: bool = True) -> Iterator[Ranks]:
         )  # fmt: skip
         yield Ranks(rank, world_size, device, dist.new_group(backend="gloo", timeout=TIMEOUT))
     except BaseException as error:
-        if type(error) is RuntimeError or isinstance(error, dist.DistError):  # for example from a collective
+        if type(error) is RuntimeError or isinstance(error, dist.DistError):  # for example raised by a collective
             explain_failure()
         leave(error)
         raise
@@ -98,7 +98,8 @@ def process_group(device_type: str, connect: bool = True) -> Iterator[Ranks]:
 
 
 def explain_failure() -> None:
-    """After a failed collective: if it failed because another rank ended, report that and end this process."""
+    """Call this after a collective failed: if the cause is that another rank ended, report that and end this
+    process."""
     if _lifeline is not None:
         _lifeline.explain()
 
@@ -112,7 +113,7 @@ def leave(error: BaseException | None = None) -> None:
 
 
 def report_progress(step: int | None = None) -> None:
-    """Report that this rank starts `step`, or an exchange of objects, so that ranks that lag behind can be named."""
+    """Report that this rank starts `step` (if None, an exchange of objects), so that lagging ranks can be named."""
     if _lifeline is not None:
         _lifeline.reached(step)
 
@@ -128,7 +129,7 @@ _store: dist.Store | None = None  # for rendezvous, used by nothing else
 
 
 def _meet() -> dist.Store:
-    """The rendezvous store, once all ranks have joined. Raises RanksMissing if some do not join."""
+    """Waits until all ranks have joined. Returns the rendezvous store. Raises RanksMissing if some do not join."""
     global _lifeline, _store
     if "RANK" not in os.environ:
         return dist.HashStore()
@@ -150,10 +151,10 @@ def _rank() -> int:
 
 
 def agreed(found: list[str], view: str = "") -> list[str]:
-    """Before the group exists: the mistakes `found` on any node. Collective on several nodes.
+    """The error messages `found` on any node, exchanged before the group exists. Collective on several nodes.
 
-    On one node all ranks find the same mistakes, so nothing is exchanged. On several nodes, mistakes that only some
-    ranks find, and differences in their `view` of the files, are reported with the ranks' names.
+    On one node all ranks find the same errors, so nothing is exchanged. On several nodes, errors found by only some
+    ranks, and differences between the ranks' `view` of the files, are reported with the ranks' names.
     """
     if int(os.environ.get("GROUP_WORLD_SIZE", "1")) == 1:
         return found
@@ -170,7 +171,7 @@ def agreed(found: list[str], view: str = "") -> list[str]:
 
 
 def _differences(ranks: list[tuple[str, list[str], str]], everywhere: list[str]) -> list[str]:
-    """How `ranks`, each (host, mistakes, view), differ from each other."""
+    """Messages saying how `ranks`, each (host, error messages, view), differ from each other."""
     by_finding: dict[str, list[str]] = {}
     for rank, (host, theirs, view) in enumerate(ranks):
         differs = [f"the main rank sees {ranks[0][2]}, but these ranks see {view}"] if view != ranks[0][2] else []
@@ -186,7 +187,7 @@ def _differences(ranks: list[tuple[str, list[str], str]], everywhere: list[str])
 def require_shared(what: str, seen: object) -> None:
     """Raise NotShared on all ranks unless `seen`, a rank's view of `what`, is the same on every rank. Collective.
 
-    The ranks compare digests of `repr(seen)`, because that text may be long.
+    The ranks compare digests of `repr(seen)`, because the repr may be long.
     """
     views = gather((socket.gethostname(), xxhash.xxh3_64_hexdigest(repr(seen).encode())))
     host, first = views[0]
@@ -199,7 +200,7 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Every rank's `value` (picklable), by rank. Collective on `group`, by default all ranks."""
     if dist.get_world_size(group) == 1:
         return [value]
-    if group is None:  # the checkpoint-writing thread has its own group, and exchanges at its own pace
+    if group is None:  # the checkpoint-writing thread, on its own group, does not count as progress
         report_progress()
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group)

@@ -5,7 +5,7 @@ the waiting ranks break, unless a process forked from the dead rank holds them o
 hour. So every rank keeps a TCP connection to rank 0. The system closes the connection however the process ends, and
 keepalive probes detect a machine that no longer answers. Rank 0 tells the others which rank died, and all ranks exit at
 once with a message that names the dead rank, before NCCL's watchdog would abort them without a message. A rank that
-fails reports its error; the others get a few seconds to report errors of their own, because ranks often fail together.
+fails reports its error; the others then have a few seconds to report their own, because ranks often fail together.
 
 A rank may also hang. So a thread of each rank sends a heartbeat every BEAT seconds with the rank's progress, which is
 the number of sync points that the rank has passed. A sync point is a step or an exchange of objects; all ranks pass the
@@ -14,10 +14,11 @@ same sync points in the same order. Rank 0 reports
 - a rank whose process is silent, because it is stopped or its machine hangs: after SILENT seconds;
 - a rank that is behind the others, for example because its data does not arrive: after BEHIND seconds.
 
-Rank 0 ends all ranks after minutes of waiting, or after an hour if the rank is known to work alone. The wait is shorter
-if a rank was asked to stop, because ranks can only stop together. Rank 1 watches rank 0. Time is counted in heartbeats,
-so a job that was suspended as a whole (SIGSTOP to all ranks) resumes without a rank being late. A GPU that hangs on all
-ranks in the same step is left to the timeout of collectives: from outside it looks as if rank 0 worked alone.
+Rank 0 ends all ranks after minutes of waiting, or after an hour if the rank is known to do work that the others wait
+for. The wait is shorter if a rank was asked to stop, because ranks can only stop together. Rank 1 watches rank 0. Time
+is counted in heartbeats, so a job that was suspended as a whole (SIGSTOP to all ranks) resumes without a rank being
+late. If the GPUs of all ranks hang in the same step, only the timeout of collectives ends the run: from outside it
+looks as if rank 0 worked alone.
 
 The connections also give each launch of the ranks an ID. torchrun (torch 2.13) keeps its store across restarts, with
 the addresses of ranks that have ended. On several nodes torchrun counts restarts per node, so no number identifies a
@@ -43,9 +44,9 @@ from sparsellm.system.errors import SparsellmError
 from sparsellm.system.streams import write_now
 
 ARRIVAL = 600  # seconds for all ranks to join: importing from a shared file system may take minutes
-GRACE = 5  # seconds in which a rank that hears of another rank's error can report an error of its own
+GRACE = 5  # seconds in which a rank can still report its own error after it hears of another rank's error
 NOTICE = 3  # seconds to wait, after a collective fails, for news of which rank died
-HANDSHAKE = 10  # seconds for the first line of a connection
+HANDSHAKE = 10  # seconds to wait for the first line on a connection
 PROBES = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}  # give up on a machine after 30 s
 BEAT = 5  # seconds
 SILENT = 30  # seconds; C code that holds the GIL may keep a healthy rank silent for some seconds
@@ -66,7 +67,7 @@ class RanksMissing(SparsellmError, RuntimeError):
 
 @dataclass
 class _Standing:
-    """A rank's progress, from its last heartbeat."""
+    """A rank's progress, as of its last heartbeat."""
 
     who: str
     passed: int = 0  # sync points
@@ -88,10 +89,10 @@ class _Standing:
 
 
 class Lifeline:
-    """This rank's connection to rank 0; on rank 0, the connections to all others. Constructed on all ranks together."""
+    """This rank's connection to rank 0; on rank 0, its connections to all others. Constructed on all ranks together."""
 
     def __init__(self, store: dist.Store, address: str, rank: int, world_size: int) -> None:
-        """`store` is shared by all ranks, `address` the host of rank 0. Raises RanksMissing."""
+        """`store` is shared by all ranks; `address` is rank 0's host. Raises RanksMissing if not all ranks join."""
         self.rank, self.world_size = rank, world_size
         self.me = f"rank {rank} (host {socket.gethostname()}, process {os.getpid()})"
         self._others: dict[int, socket.socket] = {}
@@ -114,7 +115,7 @@ class Lifeline:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Context in which this rank does work that the others wait for."""
+        """Context manager for work on this rank that the others wait for."""
         before, self._own.patience = self._own.patience, PATIENCE
         try:
             yield
@@ -244,7 +245,7 @@ class Lifeline:
                     self._judge(standing, stopping)
 
     def _judge(self, standing: _Standing, stopping: bool) -> None:
-        """Report a rank that others wait for, and end all ranks after its time limit."""
+        """Report the rank of `standing` if others wait for it, and end all ranks once its time limit has passed."""
         silent, behind = standing.silent, standing.behind
         limit: float
         if silent >= SILENT:

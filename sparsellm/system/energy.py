@@ -1,4 +1,4 @@
-"""The energy that a GPU uses, by NVML's counter."""
+"""The energy used by a GPU, according to NVML's counter."""
 
 import functools
 import math
@@ -11,14 +11,14 @@ from sparsellm.system.console import is_main_rank, warn
 
 
 class EnergyMeter:
-    """Measures the energy of this rank's whole GPU from one logged step to the next, with all that runs in between."""
+    """Measures the energy of this rank's whole GPU from one logged step to the next, whatever ran in between."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._before: tuple[int, int] | None = None  # millijoules, tokens
 
     def mj_per_token(self, tokens: int) -> float:
-        """Millijoules per token since the last call; NaN if unknown, as in the first call.
+        """Millijoules per token since the last call; NaN if unknown, as on the first call.
 
         `tokens`: number of tokens that the run has processed so far.
         """
@@ -38,7 +38,7 @@ def millijoules(device: torch.device) -> int | None:
 
 @functools.cache
 def _counter(device: torch.device) -> Any | None:
-    """NVML's handle of the GPU if it has an energy counter, otherwise None."""
+    """NVML's handle for the GPU if the GPU has an energy counter, otherwise None."""
     if device.type != "cuda":
         return None
     try:

@@ -30,7 +30,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def whole(path: Path) -> Iterator[BinaryIO]:
-    """`write_whole` for content written piece by piece: yields an open file that replaces `path` when the block ends.
+    """Like `write_whole`, for content written in pieces: yields an open file that replaces `path` when the block ends.
 
     An exception in the block leaves the old file. Processes that write the same path take turns. A link at `path` is
     replaced, not followed.
@@ -52,9 +52,9 @@ def whole(path: Path) -> Iterator[BinaryIO]:
 def _alone(partial: Path) -> Iterator[BinaryIO]:
     """Open `partial` for writing, empty and locked until the block ends.
 
-    While this process waits for the lock, the process that holds it may rename or remove the opened file; then
-    `partial` is opened again. A link or a FIFO at `partial` is removed: our writers leave neither, so in a folder that
-    others may write to, one may have been planted to redirect the write to another file of this user.
+    While this process waits for the lock, the process that holds the lock may rename or remove the opened file; then
+    `partial` is opened again. A link or a FIFO at `partial` is removed: sparsellm creates neither, so in a folder that
+    other users may write to, one may have been planted to redirect the write to another file owned by this user.
     """
 
     def keeping(name: str, flags: int) -> int:  # no O_TRUNC: another process may be writing the file
@@ -96,7 +96,7 @@ def unused(path: Path) -> Path:
 
 
 def read_json(path: Path, error: type[Exception], remedy: str) -> dict[str, Any]:
-    """The JSON object in `path`. Raises `error` with one sentence, ending with `remedy`, for any damage."""
+    """The JSON object in `path`. If the file is damaged, raises `error` with one sentence that ends with `remedy`."""
     return _parsed(_content(path, error, remedy), path, error, remedy)
 
 
@@ -107,7 +107,7 @@ def write_sealed(path: Path, values: dict[str, Any]) -> None:
 
 
 def read_sealed(path: Path, error: type[Exception], remedy: str) -> dict[str, Any]:
-    """The values that `write_sealed` wrote. Raises `error` with one sentence for any other content of `path`."""
+    """The values written by `write_sealed`. If the file has any other content, raises `error` with one sentence."""
     content = _content(path, error, remedy)
     values = _parsed(content, path, error, remedy)
     body = content.rpartition(_SEAL)[0]
@@ -142,7 +142,7 @@ def _parsed(content: bytes, path: Path, error: type[Exception], remedy: str) -> 
         _refuse(path, error, f"byte {problem.start} is not UTF-8", remedy)
     except json.JSONDecodeError as problem:
         _refuse(path, error, f"it is not JSON from line {problem.lineno} column {problem.colno} on", remedy)
-    except (ValueError, RecursionError) as problem:  # a number of thousands of digits, or deeply nested brackets
+    except (ValueError, RecursionError) as problem:  # a number with thousands of digits, or deeply nested brackets
         _refuse(path, error, f"its JSON cannot be read: {problem}", remedy)
     if not isinstance(values, dict):
         _refuse(path, error, f"it holds a JSON {type(values).__name__}: it should hold an object", remedy)

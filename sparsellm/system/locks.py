@@ -1,7 +1,7 @@
-"""Locks between processes, by filelock: a process that locks an open file holds the lock until it closes the file.
+"""Locks between processes, using filelock: a process that locks an open file holds the lock until it closes the file.
 
-The caller opens the file (sparsellm.system.regular), because the locked file is often the one that is written: a log, a
-partial file, a run's lock with its signature. filelock's own `FileLock` would open another path.
+The caller opens the file (sparsellm.system.regular), because the locked file is often the one being written: a log, a
+partial file, or the lock file with a run's signature. filelock's own `FileLock` would open another path.
 """
 
 import time

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from sparsellm.system.errors import SparsellmError
 
-# What to install for modules whose package has another name.
+# Packages to install, for modules whose package has another name.
 PACKAGES = {
     "hydra": "hydra-core", "lm_eval": "'lm-eval[hf]'", "omegaconf": "hydra-core", "pynvml": "nvidia-ml-py",
     "yaml": "pyyaml",
@@ -14,12 +14,15 @@ PACKAGES = {
 
 
 class PackageMissing(SparsellmError, ModuleNotFoundError):
-    """A package that the work at hand needs is not installed."""
+    """A package needed for the current operation is not installed."""
 
 
 @contextmanager
 def needed_by(what: str) -> Iterator[None]:
-    """Raise PackageMissing if an import in the block fails because a package is not installed. `what` needs it."""
+    """Raise PackageMissing if an import in the block fails because a package is not installed.
+
+    `what`: what needs the package, for the message.
+    """
     try:
         yield
     except PackageMissing:

@@ -17,7 +17,7 @@ _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def end_with_parent(number: int) -> None:
-    """Request signal `number` for when this process's parent ends. Does nothing on systems without this feature."""
+    """Ask the kernel to send signal `number` to this process when its parent ends. Does nothing outside of Linux."""
     if _libc is None:
         return
     _libc.prctl(PR_SET_PDEATHSIG, int(number))
@@ -27,7 +27,7 @@ def end_with_parent(number: int) -> None:
 
 
 def end_with_torchrun() -> None:
-    """Request PARENT_ENDED for when torchrun ends, if torchrun started this process. All ranks do this."""
+    """If torchrun started this process, request PARENT_ENDED for when torchrun ends. Called on all ranks."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent(PARENT_ENDED)
 
@@ -36,7 +36,7 @@ RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # set by 
 
 
 def rank_mistake() -> str | None:
-    """What is wrong with the environment variables that give this process its rank: some are stale or missing."""
+    """Error message if some environment variables that define this process's rank are stale or missing, else None."""
     found = {name: os.environ[name] for name in RANK_VARIABLES if name in os.environ}
     if "RANK" not in found and found.get("WORLD_SIZE", "1") == "1":
         return None  # a single process

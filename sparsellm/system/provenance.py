@@ -1,4 +1,4 @@
-"""How a measurement was made: the keys with which the JSON of every benchmark starts."""
+"""How a measurement was made: the first keys in every benchmark's JSON."""
 
 import os
 import platform
@@ -59,7 +59,7 @@ def _commit(folder: Path) -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     if not (folder / ".git").exists():
-        return None  # an installed wheel, which may lie in some other project's checkout
+        return None  # an installed wheel, which may be inside some other project's checkout
     try:
         return git("rev-parse", "HEAD") + "+" * bool(git("status", "--porcelain", "--untracked-files=no"))
     except (OSError, subprocess.CalledProcessError):

@@ -1,4 +1,4 @@
-"""Opens regular files in folders that others may write to, or raises an OSError that says what is there instead.
+"""Opens regular files in folders that other users may write to. If a path is anything else, raises OSError saying what.
 
 With plain `open`, a FIFO in place of the file would block forever, and a device would be written to.
 """
@@ -9,24 +9,25 @@ import stat
 from pathlib import Path
 from typing import Any
 
-MOST = 1 << 28  # bytes of a small file; the largest tokenizers take 35 MB
+MOST = 1 << 28  # maximum bytes of a small file; the largest tokenizers take 35 MB
 
 
 def to_write(path: Path, mode: str, buffering: int = -1) -> Any:
-    """`open(path, mode, buffering)` of a regular file, created if needed. Raises OSError.
+    """`open(path, mode, buffering)` for a regular file, created if needed. Raises OSError if `path` cannot be opened.
 
-    Links are refused, because a planted link could lead to another file of this user.
+    Links are refused, because a planted link could lead to another file owned by this user.
     """
     return open(path, mode, buffering, opener=itself)
 
 
 def to_read(path: Path, buffering: int = -1) -> Any:
-    """`open(path, "rb", buffering)` of a regular file. Follows links, because `runs` may be a link. Raises OSError."""
+    """`open(path, "rb", buffering)` for a regular file. Follows links, because `runs` may be one. Raises OSError if
+    `path` cannot be opened."""
     return open(path, "rb", buffering, opener=_regular)
 
 
 def content(path: Path) -> bytes:
-    """The bytes of a small regular file, of at most MOST bytes. Raises OSError."""
+    """The content of a small regular file. Raises OSError if it is larger than MOST bytes or cannot be read."""
     with to_read(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > MOST:
             raise OSError(errno.EFBIG, f"it has {size:,} bytes: it should have at most {MOST:,}", str(path))
@@ -50,7 +51,7 @@ def _regular(name: str, flags: int) -> int:
     try:
         descriptor = os.open(name, (flags & ~os.O_TRUNC) | os.O_NONBLOCK, 0o666)
     except OSError as error:
-        if error.errno == errno.ENXIO:  # a FIFO without a reader, or a socket
+        if error.errno == errno.ENXIO:  # a FIFO that no process reads, or a socket
             raise _irregular(name) from None
         raise
     try:

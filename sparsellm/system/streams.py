@@ -1,10 +1,10 @@
-"""Standard output and standard error whose failures do not end a command.
+"""Makes standard output and standard error survive write failures, so that these do not end a command.
 
 With a log on a full disk, a closed pipe (`| head`, a killed `tee`), a closed terminal or a stream that was never open
 (`>&-`), Python raises at the next print, or complains at exit and changes the exit code. A stopped reader (`| less`, a
 terminal after Ctrl-S) blocks the writer indefinitely. After `outlast()`, a line that cannot be written is dropped and
-the work continues. The other stream reports this once; when writing works again, a line says how many lines are
-missing. Only if the printed text is the command's whole result (`result`), as for --help and `generate`, does a write
+the work continues. The other stream reports this once. When writing works again, a message gives the number of
+missing lines. Only if the printed text is the command's whole result (`result`), as for --help and `generate`, does a write
 block indefinitely and raise OutputLost on failure.
 """
 
@@ -32,13 +32,17 @@ class OutputLost(Exception):
 
 
 def outlast(result: bool = False) -> None:
-    """Keep failed writes to standard output or standard error from ending this process. `result`: see above."""
+    """Keep failed writes to standard output or standard error from ending this process.
+
+    `result`: whether the printed text is the command's whole result.
+    """
     _open_closed()
     sys.stdout, sys.stderr = _lasting(sys.stdout, 1, result), _lasting(sys.stderr, 2)
 
 
 def write_now(text: str) -> None:
-    """Write to standard error without Python's buffers: other threads or the interrupted code may hold their locks.
+    """Write to standard error, bypassing Python's buffers: other threads or interrupted code may hold the buffers'
+    locks.
 
     Drops `text` if the write would block.
     """
@@ -48,7 +52,7 @@ def write_now(text: str) -> None:
 
 
 class _Lasting(io.FileIO):
-    """The raw file of a standard stream."""
+    """A standard stream's raw file, which drops lines that cannot be written."""
 
     def __init__(self, descriptor: int, result: bool) -> None:
         super().__init__(descriptor, "w", closefd=False)
@@ -56,7 +60,7 @@ class _Lasting(io.FileIO):
         self.result, self.lost, self.said = result, 0, False
 
     def write(self, data: Any) -> int:
-        """Like any raw file's write, but all of `data` counts as written if writing fails."""
+        """Like `FileIO.write`, but if writing fails, all of `data` counts as written."""
         try:
             if self.lost:
                 self._write(f"\nsparsellm: {self.lost:,} lines could not be written here\n".encode())
@@ -88,8 +92,8 @@ class _Lasting(io.FileIO):
 
 
 def _open_closed() -> None:
-    """Open /dev/null for each closed standard stream: otherwise the next opened file gets its descriptor, and receives
-    what libraries write there."""
+    """Open /dev/null for each closed standard stream. Otherwise the next opened file would get the stream's descriptor,
+    and receive what libraries write to the stream."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
@@ -102,7 +106,7 @@ def _open_closed() -> None:
 
 
 def _lasting(stream: TextIO | None, descriptor: int, result: bool = False) -> TextIO:
-    """`stream` on a _Lasting file; unchanged if `stream` is not Python's own, for example when a test captures it."""
+    """`stream`, reopened on a _Lasting file. Unchanged if `stream` is not Python's own, as when a test captures it."""
     own = sys.__stdout__ if descriptor == 1 else sys.__stderr__
     if stream is not own:
         assert stream is not None
