@@ -49,7 +49,7 @@ class RopeParameters:
         return {name: value for name, value in vars(self).items() if name != "rope_type" and value is not None}
 
 
-# For each type, the keys of RopeParameters that it requires and the keys that it allows in addition.
+# For each RoPE type, the keys of RopeParameters that are required, and those that are optional.
 ROPE_KEYS: dict[RopeType, tuple[set[str], set[str]]] = {
     RopeType.default: (set(), set()),
     RopeType.linear: ({"factor"}, set()),
@@ -107,12 +107,12 @@ def embedding_weights(model: ModelConfig) -> int:
     return model.vocab_size * model.hidden_size * (1 if model.tie_embeddings else 2)
 
 
-FLOAT32 = 4  # bytes of a parameter's weight, of its gradient, and of each of AdamW's moments
-MOMENTS = 2  # number of AdamW's moments
+FLOAT32 = 4  # bytes per element of weights, gradients and AdamW's moments
+MOMENTS = 2  # number of AdamW moments per parameter
 
 
 def parameters(model: ModelConfig) -> int:
-    """Number of parameters of the decoder; a tied embedding counts once."""
+    """Number of parameters in the decoder; a tied embedding counts once."""
     width, matrices = model.hidden_size, 3 if model.gated else 2
     layer = attention_weights(model) + matrices * width * model.intermediate_size + 2 * width
     if model.attention_bias:
@@ -123,7 +123,7 @@ def parameters(model: ModelConfig) -> int:
 
 
 def architecture_mistakes(model: ModelConfig) -> list[str]:
-    """Mistakes in the heads and the rotary embedding of `model`, each with its remedy."""
+    """Error messages about the heads and the rotary embedding of `model`, each with a remedy; empty if none."""
     heads = _head_mistakes(model) if model.num_heads >= 1 else ()
     return [*heads, *_stock_mistakes(model), *_rope_mistakes(model)]
 
@@ -144,7 +144,7 @@ def _head_mistakes(model: ModelConfig) -> Iterator[str]:
 
 
 def _stock_mistakes(model: ModelConfig) -> Iterator[str]:
-    """Mistakes for architectures that no class of transformers supports, so the model could not be exported."""
+    """Error messages for architectures that no transformers class supports, so that they could not be exported."""
     if model.attention_bias and model.qk_norm:
         yield "model.attention_bias is true with model.qk_norm=true: transformers has no such model; set one to false"
     if not model.gated and (model.attention_bias or model.qk_norm):

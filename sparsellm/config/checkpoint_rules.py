@@ -1,7 +1,7 @@
-"""Validates the values of the commands that take a checkpoint, before the checkpoint is located.
+"""Validates the configurations of commands that take a checkpoint, before the checkpoint is located.
 
-Each function returns mistakes, which are messages with a remedy, as in rules.py. The packages evaluation, analysis and
-benchmark check the paths that a configuration names.
+Each function returns error messages with remedies, as in rules.py. The packages evaluation, analysis and benchmark
+check the paths named in a configuration.
 """
 
 import os
@@ -122,7 +122,7 @@ def push_mistakes(config: PushConfig) -> list[str]:
 
 
 def _common_mistakes(config: Any, single: str | None = None) -> list[str]:
-    """Mistakes in the keys that several commands have. `single`: the name of work that must not run under torchrun."""
+    """Error messages about keys that several commands have. `single`: the kind of work, if torchrun must not run it."""
     found = []
     if not getattr(config, "checkpoint", True):
         found.append("checkpoint has no value: give checkpoint=PATH, a run, a checkpoint, an hf/ folder or a hub name")
@@ -133,7 +133,7 @@ def _common_mistakes(config: Any, single: str | None = None) -> list[str]:
 
 
 def _obstacles(config: EvaluateConfig | GenerateConfig | BenchmarkConfig) -> list[str]:
-    """Why `config` excludes the kernels on any machine."""
+    """Reasons why `config` rules out the kernels on any machine; empty if there are none."""
     found = ["device=cpu has no GPU"] if config.device == Device.cpu else []
     dtype = Dtype.auto if isinstance(config, BenchmarkConfig) else config.dtype
     return found + ([] if dtype in (Dtype.auto, Dtype.bfloat16) else [f"dtype={dtype.name} is not bfloat16"])

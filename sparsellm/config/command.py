@@ -1,4 +1,4 @@
-"""Makes a function of one configuration a command.
+"""Turns a function that takes a configuration into a command.
 
 @entry_point("train", check)
 def main(config: Config) -> int: ...
@@ -25,14 +25,14 @@ def entry_point(
     check: Callable[[AnyConfig, list[str]], list[str]] | None = None,
     adopt: Callable[[AnyConfig, list[str]], list[str]] = lambda _config, _typed: [],
 ) -> Callable[[Callable[[AnyConfig], int]], Callable[[list[str], str], int]]:
-    """Make `main(config)` the command `name`: compose the configuration, check it, and call `main`.
+    """Turn `main(config)` into the command `name`: compose the configuration, check it, and call `main`.
 
-    `check(config, typed overrides)` lists every mistake. Without `check`, or if a typed override is refused (its effect
-    on other checks is unknown), only the command's rules in COMMANDS apply. `adopt` sets values in place from files
-    that the configuration names. `adopt` runs before the rules, and `check` must call it.
+    `check(config, typed overrides)` returns all error messages. Without `check`, or if a typed override is refused (its
+    effect on other checks is unknown), only the command's rules in COMMANDS apply. `adopt` sets values in place from
+    files named in the configuration. `adopt` runs before the rules, and `check` must call it.
 
-    Exit code: the result of `main`, 2 for a refused configuration (with every mistake listed), or 1 for any other error
-    of this package.
+    Exit code: the result of `main`, 2 for a refused configuration (after listing every error), or 1 for any other
+    SparsellmError.
     """
     record = COMMANDS[name]
     assert record.mistakes is not None
@@ -69,8 +69,8 @@ def entry_point(
 
 
 def refused(name: str, arguments: list[str]) -> bool:
-    """Whether the overrides of the command `name` are refused; prints every mistake in them that can be found without
-    torch, which takes seconds to import. The command checks data, folders and devices later."""
+    """Whether the command `name` refuses its overrides `arguments`. Prints all error messages that can be found without
+    torch, which takes seconds to import; the command checks data, folders and devices later."""
     arguments = _without_cfg(arguments) if CFG in arguments else arguments
     record = COMMANDS[name]
     try:
@@ -81,7 +81,7 @@ def refused(name: str, arguments: list[str]) -> bool:
             found += [f"evaluate: {m}" for m in composition(request.evaluate, EvaluateConfig).mistakes]
         else:
             values, composed = record.mistakes, composition(arguments, cast(type[Any], record.schema))
-            # The values of model.* are unknown as long as the model of init_from is not read.
+            # The values of model.* are unknown until the init_from model is read.
             whole = getattr(composed.config, "init_from", None) is None
             found = composed.mistakes + (looked_at(lambda: values(composed.config)) if whole else [])
         if found:
@@ -93,7 +93,7 @@ def refused(name: str, arguments: list[str]) -> bool:
 
 
 def looked_at(look: Callable[[], list[str]]) -> list[str]:
-    """The mistakes that `look()` finds; if it cannot read a path, a mistake that names the path."""
+    """The error messages returned by `look()`. If `look()` cannot read a path, an error message that names the path."""
     try:
         return look()
     except OSError as error:
@@ -110,6 +110,6 @@ def _without_cfg(arguments: list[str]) -> list[str]:
 
 
 def _warn(text: str) -> None:
-    """Print on the main rank only, because all ranks have the same command line and the same mistakes."""
+    """Print on the main rank only, because all ranks have the same command line and errors."""
     if is_main_rank():
         warn(text)

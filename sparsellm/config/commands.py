@@ -1,4 +1,4 @@
-"""The table of commands: the usage, the configuration keys and the rules of each command.
+"""The table of commands, with each command's usage, configuration keys and rules.
 
 A command NAME is the function `main(arguments, program)` of sparsellm/commands/NAME.py. The docstring of that file is
 the command's help text and starts with a one-line summary. `python -m sparsellm.NAME` runs sparsellm/NAME.py.
@@ -31,8 +31,8 @@ class Command:
     usage: str  # arguments, as shown in the help text
     keys: tuple[Keys, ...]  # the first entry has the schema of the command's configuration
     mistakes: Callable[[Any], list[str]] | None  # checks the configuration; None: `sweep` checks each run instead
-    of_ranks: bool = False  # whether the command runs on all ranks of torchrun, or starts commands that do
-    prints_result: bool = False  # whether standard output is the only result, so a closed output ends the command
+    of_ranks: bool = False  # whether the command runs on all ranks under torchrun, or starts commands that do
+    prints_result: bool = False  # whether the result is what it prints, so that a closed output ends the command
 
     @property
     def schema(self) -> type:
@@ -80,6 +80,6 @@ COMMANDS = {
 
 
 def description(name: str) -> str:
-    """The help text of a command: its module's docstring, read without importing the module."""
+    """A command's help text: the docstring in its module, read without importing the module."""
     text = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
     return ast.get_docstring(ast.parse(text)) or ""

@@ -1,11 +1,11 @@
-"""Environment variables of Weights & Biases, which set keys of the group `logging` unless these keys are typed."""
+"""Environment variables of Weights & Biases that set keys in the group `logging`, unless these keys are typed."""
 
 import os
 from typing import Any, NamedTuple
 
 from sparsellm.config.schema import LONGEST_TAG, WandbMode
 
-# The variable of each key of `logging`. WANDB_DISABLED=true overrides WANDB_MODE.
+# key of `logging` -> variable that sets it. WANDB_DISABLED=true overrides WANDB_MODE.
 VARIABLES = {
     "wandb": "WANDB_MODE", "wandb_project": "WANDB_PROJECT", "wandb_entity": "WANDB_ENTITY",
     "wandb_group": "WANDB_RUN_GROUP", "wandb_tags": "WANDB_TAGS", "wandb_notes": "WANDB_NOTES",
@@ -18,16 +18,16 @@ MODES = {
 
 
 class Variable(NamedTuple):
-    """An environment variable that is set."""
+    """An environment variable with a value."""
 
     name: str
     text: str
-    value: Any  # the value for its key of `logging`
-    mistake: str | None = None  # what the text should be, if it is not valid; such a variable is ignored
+    value: Any  # the value for the key of `logging`
+    mistake: str | None = None  # what `text` should be, if it is invalid and therefore ignored
 
 
 def wandb_variables() -> dict[str, Variable]:
-    """The variables that are set, by the key of `logging` that each one sets."""
+    """The environment variables that are set, by the key of `logging` that they set."""
     found = {}
     for key, name in VARIABLES.items():
         if text := os.environ.get(name, "").strip():

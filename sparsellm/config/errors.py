@@ -1,10 +1,10 @@
-"""The exception of this package."""
+"""The exception that sparsellm.config raises."""
 
 from sparsellm.system.errors import SparsellmError
 
 
 class ConfigError(SparsellmError, ValueError):
-    """One or more mistakes in a configuration; `mistakes` lists them, each with its remedy."""
+    """A configuration has errors. `mistakes`: one message per error, with its remedy."""
 
     def __init__(self, mistakes: list[str]) -> None:
         self.mistakes = mistakes

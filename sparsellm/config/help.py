@@ -1,4 +1,4 @@
-"""`--help` of a command: its description, and every key with its default, unit and meaning. Imports nothing slow."""
+"""A command's `--help`: description, and every key with default, unit and meaning. Imports nothing slow."""
 
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
@@ -17,7 +17,7 @@ LEFT_OUT = {"evaluate.checkpoint", "evaluate.output_dir"}  # a sweep sets these 
 
 
 def text(command: str, program: str) -> str:
-    """The help text of `command`, started as `program`."""
+    """The help text for `command`. `program`: how the command is started, for the usage line."""
     keys = COMMANDS[command].keys
     lines = [f"usage: {program} {COMMANDS[command].usage}", "", *description(command).splitlines(), ""]
     composed = [taken for taken in keys if taken.schema is Config]

@@ -1,4 +1,4 @@
-"""Declares a configuration key in its dataclass, with its help and the bounds of its value."""
+"""Declares a configuration key in its dataclass, with help text and bounds."""
 
 import math
 from collections.abc import Collection, Iterator
@@ -6,12 +6,12 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from operator import ge, gt, le, lt
 from typing import Any
 
-MEANING, BOUNDS = "meaning", "bounds"  # keys of a field's metadata
+MEANING, BOUNDS = "meaning", "bounds"  # keys in a field's metadata
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds of a number. null and `auto` are valid wherever the type of the key allows them."""
+    """Bounds of a number. null and `auto` are valid wherever the key's type allows them."""
 
     minimum: float | None = None
     above: float | None = None
@@ -20,7 +20,7 @@ class Bounds:
     multiple_of: int | None = None
 
     def mistake(self, value: Any) -> str | None:
-        """What `value` should be; None if it is valid."""
+        """Says what `value` should be; None if `value` is valid."""
         if value is None or value == "auto":
             return None
         every = (
@@ -40,13 +40,14 @@ class Bounds:
 
 
 def key(default: Any, meaning: str, **bounds: float) -> Any:
-    """A configuration key: its default, its help text (with the unit and what null means), and its Bounds by name."""
+    """A dataclass field for a configuration key. `meaning`: help text, with the unit and what null means. `bounds`:
+    keywords of Bounds."""
     made = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
     return field(**made, metadata={MEANING: meaning, BOUNDS: Bounds(**bounds) if bounds else None})  # type: ignore[arg-type]
 
 
 def bound_mistakes(config: Any, prefix: str = "", names: Collection[str] | None = None) -> Iterator[str]:
-    """A message for each value that is outside the bounds of its key. `names`: the keys to check, by default all."""
+    """An error message for each value outside its key's bounds. `names`: the keys to check, by default all."""
     for each in fields(config):
         if names is not None and each.name not in names:
             continue

@@ -1,6 +1,6 @@
-"""Validates the values of a run, with rules shared by all commands. Mistakes are messages with a remedy.
+"""Validates a run's configuration; other commands share some rules. Functions return error messages with remedies.
 
-torch takes seconds to import, so only the functions that ask for a GPU, the kernels or memory import it.
+torch takes seconds to import, so only functions that check for a GPU, kernels or memory import it.
 """
 
 import math
@@ -38,11 +38,11 @@ from sparsellm.config.schema import (
 )
 from sparsellm.system.console import quantity
 
-MAX_NAME = 200  # characters of a run's name: file systems allow 255 bytes, and file names append suffixes
+MAX_NAME = 200  # maximum characters in a run's name: file systems allow 255 bytes, and file names append suffixes
 
 
 def obstacles_to_kernels(runtime: RuntimeConfig, activation: Activation) -> list[str]:
-    """Why a configuration excludes training and validation on the kernels, on any machine."""
+    """Reasons why a configuration rules out the kernels for training and validation on any machine; empty if none."""
     found = {
         "runtime.device=cpu has no GPU": runtime.device == Device.cpu,
         f"runtime.precision={runtime.precision.name} is not bfloat16": runtime.precision != Precision.bfloat16,
@@ -53,12 +53,13 @@ def obstacles_to_kernels(runtime: RuntimeConfig, activation: Activation) -> list
 
 
 def takes_kernels(runtime: RuntimeConfig, activation: Activation, device_type: str) -> bool:
-    """Whether a run tries to use the kernels on a device of this type."""
+    """Whether a run tries to use the kernels on a device of type `device_type`."""
     return device_type == "cuda" and runtime.kernels != Kernels.torch and not obstacles_to_kernels(runtime, activation)
 
 
 def mistakes(config: Config, world_size: int | None = None) -> list[str]:
-    """Mistakes in the values of `config` on `world_size` ranks (None: WORLD_SIZE). sparsellm.data checks paths."""
+    """Error messages about the values in `config`, for `world_size` ranks (None: WORLD_SIZE); empty if there are none.
+    Paths are checked by sparsellm.data."""
     ranks = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
     model, training, sparsity, runtime = config.model, config.training, config.sparsity, config.runtime
     return [
@@ -200,7 +201,7 @@ def _runtime_mistakes(runtime: RuntimeConfig, steps: int, world_size: int) -> li
 
 
 def _compiler_mistakes(runtime: RuntimeConfig) -> list[str]:
-    """A mistake if torch should compile layers on a CPU but finds no C++ compiler."""
+    """An error message if torch has to compile layers on a CPU but finds no C++ compiler; empty if not."""
     compiler = os.environ.get("CXX", "g++")  # torch._inductor.config.cpp.cxx finds its compiler the same way
     if not runtime.compile or shutil.which(compiler) is not None:
         return []
@@ -238,7 +239,7 @@ def _data_mistakes(data: DataConfig, sequence_length: int) -> Iterator[str]:
                 " null"
             )
     elif data.tokenizer is None and (source == Source.hub or data.streaming):
-        # Preparing local files trains a tokenizer on them, so they need none.
+        # For local files, preparation trains a tokenizer, so data.tokenizer may be missing.
         because = "data.streaming=true" if data.streaming else f"data.source={source.name}"
         yield f"{because} needs data.tokenizer=NAME or a folder"
     if data.max_tokens is not None and data.max_tokens <= sequence_length:
@@ -249,7 +250,7 @@ def _data_mistakes(data: DataConfig, sequence_length: int) -> Iterator[str]:
 
 
 def mix_mistakes(data: DataConfig) -> list[str]:
-    """Mistakes in data.mix."""
+    """Error messages about data.mix; empty if there are none."""
     if not data.mix:
         return []
     for source in data.mix:
@@ -279,7 +280,7 @@ def ranks_that_share(world_size: int, ranks_here: int) -> int:
 
 
 def state_bytes(model: ModelConfig, shard: Shard, sharing: int) -> float:
-    """Bytes of weights, gradients and moments on a rank within a step, if `sharing` ranks shard the model."""
+    """Bytes of weights, gradients and moments on each rank during a step, if `sharing` ranks shard the model."""
     weights = FLOAT32 * parameters(model)
     state = (2 + MOMENTS) * weights  # weights, gradients, moments
     if shard == Shard.none or sharing == 1:
@@ -290,8 +291,8 @@ def state_bytes(model: ModelConfig, shard: Shard, sharing: int) -> float:
 def memory_mistakes(
     model: ModelConfig, training: TrainingConfig, runtime: RuntimeConfig, ranks_here: int, world_size: int
 ) -> list[str]:
-    """Mistakes if the model's state exceeds the memory of a GPU, or of this machine with `ranks_here` ranks on the CPU,
-    or if the tokens of a step exceed this machine's memory. Activations do not count."""
+    """Error messages if the model's state exceeds the memory of a GPU, or of this machine for `ranks_here` ranks on the
+    CPU, or if a step's tokens exceed this machine's memory. Activations do not count."""
     import torch
 
     on_gpu = runtime.device != Device.cpu and torch.cuda.is_available()
@@ -332,7 +333,7 @@ def _gib(size: float) -> str:
 
 
 def prepare_mistakes(config: Config) -> list[str]:
-    """Mistakes in the values of `config` that decide which tokens are prepared."""
+    """Error messages about the values in `config` that decide which tokens are prepared; empty if there are none."""
     data, training = config.data, config.training
     return [
         *bound_mistakes(training, "training.", ("steps", "batch_size", "sequence_length")),
@@ -343,7 +344,7 @@ def prepare_mistakes(config: Config) -> list[str]:
 
 
 def device_mistakes(key: str, device: Device) -> list[str]:
-    """Mistakes if this machine lacks a GPU for each of its ranks. `key`: the key whose value is `device`."""
+    """Error messages if this machine lacks a GPU for each of its ranks. `key`: the key whose value is `device`."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if device == Device.cpu or (device == Device.auto and ranks == 1):
         return []
@@ -358,7 +359,7 @@ def device_mistakes(key: str, device: Device) -> list[str]:
 
 
 def _compression_mistakes(runtime: RuntimeConfig, world_size: int) -> list[str]:
-    """A mistake if gradients cannot be compressed as `runtime` requests."""
+    """An error message if gradients cannot be compressed as `runtime` requests; empty if they can."""
     import torch
 
     if world_size == 1:
@@ -375,7 +376,7 @@ def _compression_mistakes(runtime: RuntimeConfig, world_size: int) -> list[str]:
 
 
 def name_mistakes(key: str, name: str | None) -> list[str]:
-    """A mistake if `name`, the value of `key`, is not a valid name of a run or a sweep."""
+    """An error message if `name`, the value of `key`, is not a valid name for a run or a sweep; empty if it is."""
     fits = name is not None and re.fullmatch(r"[A-Za-z0-9._-]+", name) and len(name) <= MAX_NAME
     if fits and name not in (".", ".."):
         return []
@@ -383,14 +384,15 @@ def name_mistakes(key: str, name: str | None) -> list[str]:
 
 
 def kernel_mistakes(key: str, kernels: Kernels, obstacles: list[str]) -> list[str]:
-    """Mistakes if the value `kernels` of `key` demands kernels that cannot run, as in `unavailable_kernels`."""
+    """Error messages if `key` has the value `kernels`, which requires kernels that cannot run
+    (`unavailable_kernels`)."""
     demanded = kernels.demanded
     return unavailable_kernels(f"{key}={kernels.name}", f"{key}=auto", kernels, obstacles) if demanded else []
 
 
 def unavailable_kernels(setting: str, remedy: str, kernels: Kernels, obstacles: list[str]) -> list[str]:
-    """Mistakes if the kernels that `setting` demands cannot run, because of `obstacles` in the configuration or
-    because of this machine. `remedy`: a setting that does not need them."""
+    """Error messages if the kernels required by `setting` cannot run, because of `obstacles` in the configuration or
+    because of this machine. `remedy`: a setting that does not require kernels."""
     if obstacles:
         return [f"{setting}, but {obstacle}: change it, or use {remedy}" for obstacle in obstacles]
     from sparsellm.ops import backend

@@ -8,13 +8,13 @@ from typing import Any
 from sparsellm.config.architecture import ModelConfig
 from sparsellm.config.keys import key
 
-# Help texts of keys that several commands have.
+# Help texts for keys that several commands have.
 DEVICE = "Device. auto: a GPU if there is one."
 KERNELS = "Sparse kernels. auto: those that this GPU can run, otherwise PyTorch; cuda, triton: required; torch: none."
 
-MIX_PERIOD = 10_000  # Each source of data.mix gets its exact share of every MIX_PERIOD samples.
+MIX_PERIOD = 10_000  # Each data.mix source gets its exact share of every MIX_PERIOD samples.
 SHORTEST_SEQUENCE = 1  # Minimum of training.sequence_length, in tokens.
-LONGEST_TAG = 64  # Maximum number of characters of a Weights & Biases tag.
+LONGEST_TAG = 64  # Maximum number of characters in a Weights & Biases tag.
 
 
 class Activation(Enum):
@@ -23,7 +23,7 @@ class Activation(Enum):
 
 
 class L1Normalization(Enum):
-    """How |h| is reduced per token, over neurons and layers. layer_mean: sum over neurons, mean over layers."""
+    """How each token's |h| is reduced over neurons and layers. layer_mean: sum over neurons, mean over layers."""
 
     sum = "sum"
     mean = "mean"
@@ -31,7 +31,7 @@ class L1Normalization(Enum):
 
 
 class L1Schedule(Enum):
-    """L1 coefficient after `l1_start_tokens`: constant, or rising from 0 linearly or along half a cosine period."""
+    """The L1 coefficient after `l1_start_tokens`: constant, or rising from 0 linearly or along half a cosine period."""
 
     constant = "constant"
     linear = "linear"
@@ -46,7 +46,7 @@ class Schedule(Enum):
 
 
 class Source(Enum):
-    stdlib_docs = "stdlib_docs"  # the documentation that is part of Python's standard library
+    stdlib_docs = "stdlib_docs"  # documentation contained in Python's standard library
     hub = "hub"
     files = "files"
 
@@ -65,9 +65,9 @@ class Precision(Enum):
 
 
 class Kernels(Enum):
-    """Kernels of the feedforward layers. cuda and triton: a machine without these kernels is refused."""
+    """Kernels for the feedforward layers. With cuda and triton, a machine that cannot run them is an error."""
 
-    auto = "auto"  # the kernels that this GPU can run, otherwise PyTorch
+    auto = "auto"  # the kernels that this GPU supports, otherwise PyTorch
     cuda = "cuda"
     triton = "triton"
     torch = "torch"  # PyTorch alone
@@ -83,7 +83,7 @@ class DdpCompress(Enum):
 
 
 class Dtype(Enum):
-    auto = "auto"  # The help text of each command's `dtype` says which dtype this is.
+    auto = "auto"  # Each command's help text for `dtype` says which dtype this is.
     bfloat16 = "bfloat16"
     float16 = "float16"
     float32 = "float32"
@@ -143,13 +143,13 @@ class DataConfig:
 
     @property
     def folder(self) -> Path:
-        """`path`, which composition fills in."""
+        """`path` as a Path. Call this only after composition has filled in `path`."""
         assert self.path is not None
         return Path(self.path)
 
     @property
     def mix_names(self) -> list[str]:
-        """The name of each source of `mix`: the last part of its folder."""
+        """The name of each source in `mix`: the last part of its folder's path."""
         return [Path(source["data"]).name for source in self.mix]
 
 
@@ -238,7 +238,7 @@ class TrainingConfig:
 
     @property
     def tokens_per_step(self) -> int:
-        """Number of tokens of an optimizer step, over all ranks."""
+        """Number of tokens per optimizer step, over all ranks."""
         return self.batch_size * self.sequence_length
 
 
@@ -326,7 +326,7 @@ class RunConfig:
 
     @property
     def folder(self) -> Path:
-        """The run's folder, once composition has filled in its `name`."""
+        """The run's folder. Call this only after composition has filled in `name`."""
         assert self.name is not None
         return Path(self.root, self.name)
 
@@ -351,7 +351,7 @@ class Config:
 
     @property
     def hf_dtype(self) -> Precision:
-        """Dtype of the exported hf/ weights, never null."""
+        """Dtype of the weights exported to hf/: run.hf_dtype, or runtime.precision if that is null."""
         return self.runtime.precision if self.run.hf_dtype is None else self.run.hf_dtype
 
 
@@ -501,7 +501,7 @@ class PushConfig:
 
 
 def decay_start(optimizer: OptimizerConfig, steps: int) -> int:
-    """The last step of a wsd schedule over `steps` steps that has the peak learning rate; decay follows."""
+    """The last step with the peak learning rate in a wsd schedule over `steps` steps; decay follows."""
     return steps - max(1, round(optimizer.decay_fraction * steps))
 
 
@@ -513,11 +513,11 @@ def l1_denominator(normalization: L1Normalization, model: ModelConfig) -> int:
 
 
 def l1_coefficient_as(sparsity: SparsityConfig, model: ModelConfig, normalization: L1Normalization) -> float:
-    """The coefficient that gives the same loss under `normalization` (DESIGN §2)."""
+    """The coefficient with which `normalization` gives the same L1 loss as `sparsity` (DESIGN §2)."""
     own = l1_denominator(sparsity.l1_normalization, model)
     return sparsity.l1_coefficient * (l1_denominator(normalization, model) / own)
 
 
 def relu_share(tokens: int, config: SparsityConfig) -> float:
-    """The share a of ReLU in the gate (DESIGN §2) in the step that ends after `tokens` tokens of all ranks."""
+    """ReLU's share a in the gate (DESIGN §2) at the step that ends after `tokens` tokens over all ranks."""
     return 1.0 if tokens >= config.relu_tokens else tokens / config.relu_tokens

@@ -13,7 +13,7 @@ from typing import Any
 from sparsellm.config.errors import ConfigError
 from sparsellm.config.schema import Config
 
-# What may differ between two starts of the same run. Data may move, because a checksum identifies the tokens.
+# Groups and keys that may differ between two starts of the same run. Data may move: a checksum identifies the tokens.
 FREE_GROUPS = ("runtime", "logging", "evaluation", "run")
 FREE_KEYS = ("data.path", "data.verify", "data.skip_bad_records", "training.stop_on_divergence")
 # Keys and groups that are newer than some runs. `fingerprint` ignores their default values, so runs keep their names.
@@ -23,7 +23,7 @@ ADDED_KEYS = (
     "init_from", "sparsity.relu_tokens", "distill", "data.revision",
 )  # fmt: skip
 
-# Names that other frameworks use for a key; a message suggests our name.
+# Names that other frameworks use for keys; error messages suggest the names used here.
 OTHER_NAMES = {
     "lr": ["optimizer.learning_rate"], "max_lr": ["optimizer.learning_rate"],
     "min_lr": ["optimizer.final_lr_fraction"], "lr_schedule": ["optimizer.schedule"],
@@ -46,7 +46,7 @@ OTHER_NAMES = {
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """A configuration as nested plain values, with enums as names, as stored in config.yaml and in checkpoints."""
+    """Converts a configuration to nested plain values, with enums by name, as stored in config.yaml and checkpoints."""
     return asdict(config, dict_factory=lambda items: {k: v.name if isinstance(v, Enum) else v for k, v in items})
 
 
@@ -60,14 +60,14 @@ def from_dict(values: dict[str, Any]) -> Config:
 def definition(config: Config) -> dict[str, Any]:
     """The values that define a run, by `group.key`: all starts of the run must agree on these values."""
     found = flat({group: values for group, values in to_dict(config).items() if group not in FREE_GROUPS})
-    # The folders of data.mix may move too, but keep their names.
+    # The data.mix folders may move too, but must keep their names.
     found["data.mix"] = [{**source, "data": Path(str(source.get("data"))).name} for source in found["data.mix"]]
     return {key: value for key, value in found.items() if key not in FREE_KEYS}
 
 
 def fingerprint(config: Config) -> str:
     """8 hex digits that identify `definition(config)`, for the run's name. With init_from, model.* does not count,
-    because the name is needed before the model of init_from is read."""
+    because the name is needed before the init_from model is read."""
     defaults = definition(Config())
     counted = {k: v for k, v in definition(config).items() if not k.startswith(ADDED_KEYS) or v != defaults[k]}
     if config.init_from is not None:
@@ -106,7 +106,7 @@ def nested(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def unknown_key(name: str, schema: type) -> str:
-    """The message for a `name` that is not a key of `schema`: it suggests keys with a similar name."""
+    """The error message for a `name` that is not a key of `schema`; suggests keys with similar names."""
     keys, group = flat_types(schema), schema
     path: list[str] = []
     for part in name.split("."):  # the innermost group that exists
@@ -130,7 +130,7 @@ def unknown_key(name: str, schema: type) -> str:
 
 
 def build(schema: type, values: dict[str, Any]) -> Any:
-    """An instance of `schema` with the nested plain `values`, and defaults for missing keys."""
+    """An instance of `schema` with the nested plain `values`; missing keys get their defaults."""
 
     def convert(kind: Any, value: Any) -> Any:
         if isinstance(kind, type) and is_dataclass(kind):

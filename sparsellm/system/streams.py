@@ -3,8 +3,8 @@
 With a log on a full disk, a closed pipe (`| head`, a killed `tee`), a closed terminal or a stream that was never open
 (`>&-`), Python raises at the next print, or complains at exit and changes the exit code. A stopped reader (`| less`, a
 terminal after Ctrl-S) blocks the writer indefinitely. After `outlast()`, a line that cannot be written is dropped and
-the work continues. The other stream reports this once. When writing works again, a message gives the number of
-missing lines. Only if the printed text is the command's whole result (`result`), as for --help and `generate`, does a write
+the work continues. The other stream reports this once. When writing works again, a message gives the number of missing
+lines. Only if the printed text is the command's whole result (`result`), as for --help and `generate`, does a write
 block indefinitely and raise OutputLost on failure.
 """
 
