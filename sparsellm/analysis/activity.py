@@ -1,4 +1,4 @@
-"""Counts which neurons fire, exactly, by hooks on the activations of a Hugging Face model.
+"""Counts exactly which neurons fire, with hooks on the activations of a Hugging Face model.
 
 Letters: S sequences, T their length, L layers, N neurons. A neuron fires on a token if its activation, relu(z) in the
 model's dtype, is not zero. Activations are freed layer by layer; L counts of 4 bytes per token are kept.

@@ -37,7 +37,7 @@ Row = dict[str, Any]
 
 
 def draw(title: str, results: Row, activity: Activity) -> dict[str, bytes]:
-    """{file name: content} of report.FIGURES. `title`: what was analyzed."""
+    """{file name: content} for report.FIGURES. `title`: what was analyzed."""
     plots = {
         BY_LAYER: _by_layer, BY_POSITION: _by_position, BY_TOKEN: _by_token, FREQUENCY: _frequency, UNION: _union,
     } | ({SPEEDUP: _speedup} if results["speed"] else {})  # fmt: skip

@@ -17,7 +17,8 @@ if TYPE_CHECKING:  # deferred: importing transformers' models takes two seconds
 PERCENTILES = {"p01": 1, "p25": 25, "median": 50, "p75": 75, "p99": 99, "max": 100}
 TOP_SHARES = (0.01, 0.05, 0.1, 0.25)  # shares of a layer's neurons, busiest first
 FREQUENCY_QUANTILES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
-# The first tokens of a sequence fire more neurons, so tokens are compared after this position, or after T / 4.
+# The first tokens of a sequence fire more neurons, so tokens are compared only from this position on, or from T / 4 on
+# if that is earlier.
 SETTLED = 64
 BINS_PER_OCTAVE = 4  # bins of positions, in the fit and in the figure
 SCALES = 1_000  # candidates for the scale of the fit
@@ -66,13 +67,13 @@ def positions(activity: Activity) -> list[Row]:
 
 
 def octaves(length: int, per_octave: int = 1) -> list[int]:
-    """0, 1, 2, 4, 8, ..., length: the edges of bins that are equal on a logarithmic axis."""
+    """0, 1, 2, 4, 8, ..., length: the edges of bins of equal width on a logarithmic axis."""
     edges = {round(2 ** (i / per_octave)) for i in range(per_octave * length.bit_length() + 1)}
     return [0, *sorted(edge for edge in edges if edge < length), length]
 
 
 def position_bins(means: np.ndarray) -> np.ndarray:
-    """Means of `means` [T, ...] over bins that are equal on a logarithmic axis, BINS_PER_OCTAVE."""
+    """Means of `means` [T, ...] over bins of equal width on a logarithmic axis, BINS_PER_OCTAVE per octave."""
     edges = octaves(len(means), BINS_PER_OCTAVE)
     return np.stack([means[first:after].mean(0) for first, after in pairwise(edges)])
 

@@ -46,7 +46,7 @@ def write(
 ) -> None:
     """Let `model` read the first of `blocks` (int64 [S, T]), `batch_size` sequences at a time, and write what fires.
 
-    advance(sequences) is called after each forward pass. Raises OSError.
+    advance(sequences) is called after each forward pass. Raises OSError if a file cannot be written.
     """
     layers: list[Any] = [*feedforward_blocks(model)]
     neurons = layers[0].up_proj.out_features

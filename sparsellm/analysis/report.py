@@ -41,7 +41,7 @@ Row = dict[str, Any]
 
 
 def write_all(folder: Path, results: Row, activity: Activity, types: list[Row]) -> None:
-    """Write the numbers, each file whole or not at all. Removes what an earlier analysis left. Raises OSError."""
+    """Write each file completely or not at all, after removing an earlier analysis. Raises OSError on failure."""
     means = numbers.by_position(activity)
     positions = [
         {"position": at} | {f"layer_{layer:02d}": float(mean) for layer, mean in enumerate(row)}

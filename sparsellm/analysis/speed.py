@@ -1,4 +1,4 @@
-"""Measures how much the kernels speed up each feedforward layer, on the inputs that it gets in the model."""
+"""Measures how much the kernels speed up each feedforward layer, on the inputs that the layer gets in the model."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any

@@ -30,7 +30,7 @@ COUNTING = "counting reads every activation, and only PyTorch stores them all"
 
 
 def mistakes(config: AnalyzeConfig) -> list[str]:
-    """Every mistake in `config` that can be found before any work."""
+    """Error messages for `config`, as far as they can be known before any work; empty if there are none."""
     given = [] if config.checkpoint is None else [("checkpoint", config.checkpoint)]
     return analyze_mistakes(config) + text_mistakes(config.text, given)
 
@@ -39,7 +39,7 @@ def analyze_checkpoint(config: AnalyzeConfig) -> tuple[dict[str, Any], Path]:
     """Analyze, and write analysis.json, the tables and the figures. Returns the contents of analysis.json and the
     folder.
 
-    Raises ConfigError with every mistake, and AnalysisError.
+    Raises ConfigError with all messages of `mistakes`, and AnalysisError if the checkpoint cannot be analyzed.
     """
     if found := mistakes(config):
         raise ConfigError(found)
@@ -103,14 +103,14 @@ def analyze_checkpoint(config: AnalyzeConfig) -> tuple[dict[str, Any], Path]:
     try:
         report.write_all(opened.output, results, counted, types)
     except OSError as error:
-        print(report.table(results), flush=True)  # print before writing: these results took minutes
+        print(report.table(results), flush=True)  # the results took minutes to compute, so print them
         raise AnalysisError(f"{opened.output} cannot be written: {error}; choose another output_dir") from error
     _draw(opened.output, checkpoint.title, results, counted)
     return results, opened.output
 
 
 def _draw(folder: Path, title: str, results: dict[str, Any], counted: activity.Activity) -> None:
-    """Write the figures. The first error stops this and is reported as a warning."""
+    """Write the figures. Stops at the first error, which is reported as a warning."""
     try:
         with needed_by("drawing"):
             from sparsellm.analysis import figures  # deferred: importing it takes 0.5 s
@@ -133,7 +133,7 @@ class Opened:
 
 
 def _open(config: AnalyzeConfig, checkpoint: Checkpoint) -> Opened:
-    """Load everything that can fail before counting starts. Raises AnalysisError."""
+    """Before counting starts, load everything that can fail. Raises AnalysisError if something does."""
     if not sys.stderr.isatty():
         from transformers.utils import logging
 
@@ -182,7 +182,7 @@ def _writable(folder: Path, key: str) -> Path:
 
 
 def _for_recordings(config: AnalyzeConfig) -> Path | None:
-    """Create the folder for recordings; None if none are requested. Raises AnalysisError."""
+    """Create the folder for recordings; None if none are requested. Raises AnalysisError if it cannot be used."""
     if config.recordings is None:
         return None
     folder = _writable(Path(config.recordings).expanduser(), "recordings")

@@ -24,9 +24,9 @@ if TYPE_CHECKING:  # deferred: importing transformers' models takes two seconds
     from transformers import PreTrainedTokenizerBase
 
 LONGEST = 2_048  # longest sequence for a model without a run, if its context allows it
-COLUMN = "text"  # in a parquet or jsonl file
+COLUMN = "text"  # column of a parquet or jsonl file
 DOCUMENTS_AT_ONCE = 64
-# A text is read up to this many bytes, and further only if they contain too few tokens (English: 4 bytes per token).
+# A file is read up to this many bytes, and further only if these contain too few tokens (English: 4 bytes per token).
 LEAST_READ, BYTES_PER_TOKEN = 1 << 20, 64
 
 
@@ -36,7 +36,7 @@ def blocks(
     """The first `sequences` sequences of `file`, or of the held-out text of the checkpoint's run: int64 [S, T].
 
     Sequences of `file` have `length` tokens. None: as many as the run's; without a run, the model's `context`, at most
-    LONGEST. Raises AnalysisError.
+    LONGEST. Raises AnalysisError if the text cannot be read.
     """
     run, folder = None if checkpoint.run is None else load(checkpoint.run / CONFIG), checkpoint.run
     if file is not None:
@@ -57,8 +57,9 @@ def blocks(
 def of_file(path: Path, tokenizer: "PreTrainedTokenizerBase", sequences: int, length: int) -> Tensor:
     """The first `sequences` x `length` tokens of `path`, or all its whole sequences if there are fewer: int64 [S, T].
 
-    A long text is read only as far as its tokens are needed. Every document ends with the tokenizer's eos_token, and
-    begins with its bos_token if prompts do. A text of fewer than `length` tokens is one sequence. Raises AnalysisError.
+    A long text file is read only as far as its tokens are needed. Every document ends with the tokenizer's eos_token,
+    and begins with its bos_token if prompts do. A file of fewer than `length` tokens is one sequence. Raises
+    AnalysisError if the file cannot be read.
     """
     begin = [token for token in tokenizer("a").input_ids[:1] if token == tokenizer.bos_token_id]
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
@@ -67,10 +68,11 @@ def of_file(path: Path, tokenizer: "PreTrainedTokenizerBase", sequences: int, le
         tokens: list[int] = []
         texts = documents(path, most)
         while len(tokens) < wanted and (some := list(islice(texts, DOCUMENTS_AT_ONCE))):
-            # As in training, a special token's name that occurs in a text is encoded as plain text.
+            # As in training, a special token's name that occurs in a document is encoded as plain text.
             encoded = tokenizer(some, add_special_tokens=False, split_special_tokens=True, verbose=False)
             tokens += [token for ids in encoded["input_ids"] for token in begin + ids + end]
-        # More tokens than wanted, because the last token of a truncated text may differ from that of the whole text.
+        # More tokens than wanted, because the last token of a truncated document may differ from that of the whole
+        # document.
         if len(tokens) > wanted or not _is_cut(path, most):
             break
         most *= 8
@@ -89,7 +91,7 @@ def _is_cut(path: Path, most: int) -> bool:
 
 def documents(path: Path, most: int) -> Iterator[str]:
     """The documents of a parquet or jsonl file, as preparation reads it; the first `most` bytes of any other file are
-    one document. Raises AnalysisError."""
+    one document. Raises AnalysisError on failure."""
     try:
         if _is_cut(path, most):
             with path.open("rb") as file:

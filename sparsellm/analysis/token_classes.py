@@ -1,5 +1,4 @@
-"""Sorts the tokens of a text into classes by their spelling. Parts of speech are left out: a tagger needs a model that
-must be downloaded."""
+"""Classifies tokens by spelling. Parts of speech are left out, because a tagger would have to be downloaded."""
 
 import re
 from typing import TYPE_CHECKING
@@ -30,7 +29,7 @@ def classified(blocks: np.ndarray, tokenizer: "PreTrainedTokenizerBase") -> np.n
 
 
 def piece(tokenizer: "PreTrainedTokenizerBase", token: int) -> str:
-    """The text that `token` adds to a text, with its leading space; never empty."""
+    """The characters that `token` adds to a document, with a leading space if it has one; never empty."""
     text = str(tokenizer.decode([token]))
     # SentencePiece marks the space before a word with U+2581, which decoding a single token drops.
     marked = str(tokenizer.convert_ids_to_tokens(token)).startswith("\u2581")

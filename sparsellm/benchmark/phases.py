@@ -136,7 +136,7 @@ def training_config(side: Side, config: BenchmarkConfig, device: torch.device) -
     return Config(
         model=side.subject.config,
         sparsity=SparsityConfig(activation=side.subject.activation),
-        optimizer=OptimizerConfig(learning_rate=0.0),  # also disables weight decay, which is scaled by it
+        optimizer=OptimizerConfig(learning_rate=0.0),  # also disables weight decay, which the learning rate scales
         training=TrainingConfig(batch_size=sequences, sequence_length=length),
         runtime=RuntimeConfig(
             device=Device[device.type],
@@ -155,7 +155,7 @@ def stock_model(subject: Subject, device: torch.device) -> Any:
 
 
 def forward(sides: Sides, stock: dict[str, Any], config: BenchmarkConfig, device: torch.device) -> Rates:
-    """Each side's rate. `stock`: the `stock_model` of each subject, under the subject's identity; not modified."""
+    """Each side's rate. `stock`: the `stock_model` of each subject, keyed by the subject's identity; not modified."""
 
     def passing(model: nn.Module, blocks: Tensor) -> int:
         with torch.no_grad():

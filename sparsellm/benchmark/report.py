@@ -17,14 +17,14 @@ BENCHMARK_MD, BENCHMARK_PNG = "benchmark.md", "benchmark.png"  # in the folder o
 PHASES = ("forward", "training", "prefill", "decode")
 OUT_OF_MEMORY = "out of memory"
 
-FIRST = 3  # columns that say what a row is about: model, size, and what computes it
+FIRST = 3  # columns that identify a row: model, size, and what computes the model
 
 Row = dict[str, Any]
 Table = list[list[str]]  # the header first
 
 
 def write_all(folder: Path, results: Row) -> None:
-    """Write the numbers, each file whole or not at all. Raises OSError."""
+    """Write the results, each file completely or not at all. Raises OSError if a file cannot be written."""
     write_whole(folder / BENCHMARK_JSON, (json.dumps(results, indent=1, allow_nan=False) + "\n").encode())
     write_whole(folder / BENCHMARK_MD, markdown(results).encode())
 
@@ -117,12 +117,12 @@ def _of(row: Row, side: str, phase: str, key: str) -> float | None:
 
 
 def size(parameters: int) -> str:
-    """0.51B, 30.4M"""
+    """A parameter count as text, such as 0.51B or 30.4M."""
     return f"{parameters / 1e9:.2f}B" if parameters >= 1e8 else f"{parameters / 1e6:.3g}M"
 
 
 def _first_cells(row: Row, side: str) -> list[str]:
-    """Model, size, and what computes it."""
+    """The cells that identify a row: model, size, and what computes the model."""
     model = row["baseline"] if side == "baseline" else row
     return [model["name"], size(model["parameters"]), f"PyTorch, {model['activation']}" if side == "baseline" else side]
 

@@ -25,7 +25,7 @@ COUNTED_AT_ONCE = 8  # batch size for counting firing neurons
 
 
 def mistakes(config: BenchmarkConfig) -> list[str]:
-    """Every mistake in `config` that can be found before any work."""
+    """Error messages for `config`, as far as they can be known before any work; empty if there are none."""
     models = [("checkpoint", name) for name in config.checkpoint] + [("baseline", name) for name in config.baseline]
     return benchmark_mistakes(config) + text_mistakes(config.text, models)
 
@@ -33,7 +33,7 @@ def mistakes(config: BenchmarkConfig) -> list[str]:
 def benchmark(config: BenchmarkConfig) -> tuple[dict[str, Any], Path]:
     """Measure, and write benchmark.json, .md and .png. Returns the contents of benchmark.json and the folder.
 
-    Raises ConfigError with every mistake, and BenchmarkError.
+    Raises ConfigError with all messages of `mistakes`, and BenchmarkError if a checkpoint cannot be measured.
     """
     if found := mistakes(config):
         raise ConfigError(found)
@@ -83,7 +83,7 @@ def benchmark(config: BenchmarkConfig) -> tuple[dict[str, Any], Path]:
 def _draw(path: Path, results: dict[str, Any]) -> None:
     """Write the figure; if it cannot be written, a line says so."""
     try:
-        path.unlink(missing_ok=True)  # an earlier benchmark's results
+        path.unlink(missing_ok=True)  # left by an earlier benchmark
         # deferred: importing matplotlib takes half a second, and a wrong command should fail at once
         with needed_by("drawing"):
             from sparsellm.benchmark import figure
@@ -113,7 +113,7 @@ def _without_kernels(config: BenchmarkConfig, device: torch.device) -> list[str]
 def _measure(
     subject: Subject, baseline: Subject | None, kernels: bool, config: BenchmarkConfig, ranks: Ranks
 ) -> dict[str, Any]:
-    """All measurements of one checkpoint, for JSON. Raises BenchmarkError."""
+    """All measurements of one checkpoint, for JSON. Raises BenchmarkError if it cannot be measured."""
     from sparsellm.analysis import activity, numbers, speed
 
     sparse = subject.activation == Activation.relu

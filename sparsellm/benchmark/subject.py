@@ -15,7 +15,7 @@ from sparsellm.runs.locate import Checkpoint, CheckpointNotFound, unreadable
 from sparsellm.system.errors import SparsellmError
 from sparsellm.system.files import read_json
 
-LEAST = 8  # tokens in a sequence
+LEAST = 8  # minimum tokens in a sequence
 
 
 class BenchmarkError(SparsellmError, RuntimeError):
@@ -34,7 +34,10 @@ class Subject:
 
     @classmethod
     def open(cls, checkpoint: Checkpoint, config: BenchmarkConfig, length: int | None = None) -> "Subject":
-        """`length`: sequence length for text=FILE, instead of the run's. Raises BenchmarkError."""
+        """Open `checkpoint` and its text; `length`: sequence length for text=FILE, instead of the run's.
+
+        Raises BenchmarkError if either cannot be read or sequences are too short.
+        """
         from transformers.utils import logging
 
         logging.disable_progress_bar()  # loading takes seconds

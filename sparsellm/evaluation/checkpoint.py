@@ -72,12 +72,13 @@ def evaluate_checkpoint(
     measured with different settings; "validation" without a run; versions of packages that are not installed. A failing
     task does not affect others.
 
-    Raises ConfigError with every mistake, EvaluationError, MainRankFailed.
+    Raises ConfigError with all messages of `mistakes`, EvaluationError if the checkpoint cannot be evaluated, and
+    MainRankFailed on the other ranks if the main rank failed.
     """
     if found := mistakes(config):
         raise ConfigError(found)
     request = Request.of(config)
-    # Objects are exchanged between CPUs, so NCCL need not connect: only the held-out loss is summed on GPUs.
+    # connect=False: objects are exchanged between CPUs, so NCCL connects only if the held-out loss is summed on GPUs.
     with process_group(device_type(config.device.name), connect=False) as ranks:
         wanted = request.on_hub
         reached = wanted is not None and on_main(ranks, lambda: hub.answers(wanted))
@@ -188,7 +189,7 @@ class Evaluation:
 
     def _make(self, output: Path) -> None:
         """Create the folder `output`, but never the checkpoint's own folder, because the run may be deleting the
-        checkpoint. Raises EvaluationError."""
+        checkpoint. Raises EvaluationError if the folder cannot be created."""
         try:
             inside = self.config.output_dir is None and self.checkpoint.folder in output.parents
             if not inside or self.config.limit is not None:
@@ -273,7 +274,7 @@ class Evaluation:
         return {"result": result, "measured": self.request.measured(dtype_name(lm.model.dtype), self.kernels)}, samples
 
     def _model(self, kernels: Kernels) -> Any:
-        """The checkpoint as a SharedLM, loaded once, with feedforward blocks on `kernels`. Raises EvaluationError."""
+        """The checkpoint as a SharedLM, loaded once, with blocks on `kernels`. Raises EvaluationError on failure."""
         lm = self._begin_loading().result()
         if kernels != self.asked:
             restore(lm.model)

@@ -38,7 +38,7 @@ BYTES_PER_LOGIT = 16  # free GPU memory per logit: 8 for two float32, 8 for the 
 # but scores near-ties differently from lm-eval, whose own model uses cuDNN's attention.
 MULTIPLE = {"cuda": 8, "cpu": 1}
 
-# lm-eval warns about loading, which does not apply to a model in memory.
+# lm-eval's warnings about loading do not apply to a model in memory.
 logging.getLogger("lm_eval.models.huggingface").setLevel(logging.ERROR)
 
 Request = tuple[list[int], list[int]]  # tokens of context and of continuation
@@ -72,7 +72,7 @@ class SharedLM(HFLM):
         self.ranks, self.sequences = ranks, batch_size
         self.task_name, self.truncated = "", 0  # the current task, and how many of its requests exceed the context
         self.failed_together = False  # whether all ranks know of an error in the current task
-        self.encoded: Tokens | None = None  # tokens of the next call's texts, if they are already computed
+        self.encoded: Tokens | None = None  # tokens of the next call's strings, if already computed
         begin = str(tokenizer.decode(self.prefix_token_id))
         # The builder has no reference to this object: a cycle would keep the weights until a garbage collection.
         self.builder = Builder(ranks, partial(tokenize, tokenizer, begin))
@@ -101,7 +101,7 @@ class SharedLM(HFLM):
             self.encoded = None
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """The tokens from `tokenize`, or from lm-eval, which encodes one text at a time."""
+        """The tokens from `tokenize`, or from lm-eval, which encodes one string at a time."""
         known = None if self.encoded is None or add_special_tokens is not None else self.encoded.get(string)
         return super().tok_encode(string, add_special_tokens, **kwargs) if known is None else known
 
@@ -111,9 +111,9 @@ class SharedLM(HFLM):
         disable_tqdm: bool = True,
         override_bs: int | None = None,
     ) -> list[Answer]:
-        """Answers to this rank's `requests` (texts, context, continuation), in order. Collective.
+        """Answers to this rank's `requests` (strings, context tokens, continuation tokens), in order. Collective.
 
-        Raises ScoringFailed, and ValueError before the ranks exchange anything.
+        Raises ScoringFailed if a rank fails, and ValueError, before any exchange, for a request that cannot be scored.
         """
         for texts, context, continuation in requests:
             if not context or not 1 <= len(continuation) <= self.max_length:
@@ -203,7 +203,7 @@ class SharedLM(HFLM):
         return wait
 
     def _batches(self, requests: list[Request]) -> list[list[int]]:
-        """Indices of requests by batch, longest first. At a fixed batch size they equal those of lm-eval's `hf` model.
+        """Indices of requests by batch, longest first; for a fixed batch size, the batches of lm-eval's `hf` model.
 
         Requests that differ only in the last token share one sequence, whose logits answer all of them.
         """
@@ -230,7 +230,7 @@ class SharedLM(HFLM):
 def score(lm: SharedLM, loaded: LoadedTask, limit: int | None) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Score one task: its entry of results.json, and lm-eval's samples. Collective; the same on all ranks.
 
-    `limit`: score only the first rows. Raises ScoringFailed.
+    `limit`: score only this many rows. Raises ScoringFailed if a rank fails.
     """
     lm.task_name, lm.failed_together = loaded.name, False
     mine: list[dict[str, Any]] = []

@@ -44,7 +44,7 @@ class GatherFailed(SparsellmError, RuntimeError):
 
 
 def mistakes(evaluation: EvaluationConfig) -> list[str]:
-    """Why the tasks of `evaluation` cannot be loaded, if that can be known before any work."""
+    """Error messages for `evaluation`, as far as they can be known before any work; empty if there are none."""
     if not evaluation.every:
         return []
     found = tasks.mistakes(evaluation.tasks, evaluation.data_dir, "evaluation.")
@@ -60,7 +60,7 @@ def mistakes(evaluation: EvaluationConfig) -> list[str]:
 def load(
     evaluation: EvaluationConfig, model: ModelConfig, activation: Activation, runtime: RuntimeConfig, ranks: Ranks
 ) -> "LiveEvaluation | None":
-    """Load the rows of `evaluation`; None if it asks for nothing. Collective. Raises ConfigError on all ranks."""
+    """Load the tasks of `evaluation`; None if `every` is 0. Collective. Raises ConfigError on all ranks on failure."""
     if not evaluation.every:
         return None
     loaded, found = [], []
@@ -123,7 +123,7 @@ class LiveEvaluation:
     def _weights(self, step: int, decoder: Decoder) -> dict[str, Tensor] | None:
         """The decoder's gathered weights; None, with a warning, if some rank lacks memory for them. Collective.
 
-        Raises GatherFailed.
+        Raises GatherFailed if gathering fails on this rank.
         """
         shards = decoder.state_dict()
         torch.cuda.empty_cache()  # batch_size=auto counts free GPU memory
@@ -139,7 +139,7 @@ class LiveEvaluation:
             ) from error
 
     def _take_memory(self, shards: dict[str, Tensor]) -> int:
-        """Bytes that the gathered weights take. Makes torch's allocator reserve them, and room to gather."""
+        """Bytes that the gathered weights take. Makes torch's allocator reserve them, plus room for gathering."""
         from torch.distributed.tensor import DTensor  # slow to import: a second
 
         sizes = [shard.nbytes for shard in shards.values() if isinstance(shard, DTensor)]

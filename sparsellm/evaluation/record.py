@@ -12,7 +12,7 @@ from sparsellm.runs.wandb_record import WandbRun, sync_command
 
 
 def record(found: dict[str, Any]) -> None:
-    """Add the scores in `found`, the contents of results.json, to the run's record, if it has one and is not active."""
+    """Add the scores in `found`, the contents of results.json, to the run's record, unless the run is active."""
     run = locate(found["checkpoint"]).run
     if run is None:
         return
@@ -21,7 +21,7 @@ def record(found: dict[str, Any]) -> None:
             config = load(run / CONFIG)
             variable = wandb_variables().get("wandb")
             if variable is not None and variable.mistake is None:
-                # The environment belongs to this machine, which may be offline, and cannot ask for more than the run.
+                # The variable is set for this machine, which may be offline: it restricts the run's mode only.
                 modes = config.logging.wandb, WandbMode[variable.value]
                 config.logging.wandb = max(modes, key=list(WandbMode).index)
             wandb = WandbRun(config, run)

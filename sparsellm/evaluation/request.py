@@ -1,5 +1,5 @@
 """An evaluation request: the settings that determine the scores, the folder for the scores, and how results.json is
-assembled from their parts.
+assembled from the stored results.
 
 Scores in several dtypes are never in one folder. If OUTPUT has scores of these weights in another dtype than the dtype
 of this evaluation, this evaluation writes to OUTPUT/DTYPE.
@@ -24,7 +24,7 @@ from sparsellm.runs.precision import computed_in, dtype_name
 from sparsellm.system.console import warn
 from sparsellm.system.provenance import installed
 
-TORCH = "torch"  # folder of the PyTorch side, with compare_kernels=true
+TORCH = "torch"  # folder with the PyTorch side's results, if compare_kernels=true
 PACKAGES = ("sparsellm", "lm_eval", "torch", "transformers", "datasets")
 
 
@@ -38,7 +38,7 @@ class Request:
 
     @classmethod
     def of(cls, config: EvaluateConfig) -> "Request":
-        """Raises CheckpointNotFound."""
+        """The request made by `config`. Raises CheckpointNotFound."""
         assert config.checkpoint is not None
         checkpoint = locate(config.checkpoint)
         return cls(config, checkpoint, checkpoint.output(EVALUATION, config.output_dir, config.limit))
@@ -71,7 +71,8 @@ class Request:
         return " and ".join(wanted) or None
 
     def finished(self, folder: Path, identity: str) -> Finished:
-        """The stored results of the side in `folder`; `identity` is the checkpoint's. Raises OSError."""
+        """The stored results of the side in `folder`. `identity`: the checkpoint's. Raises OSError if `folder` is not
+        writable."""
         assert self.dtype is not None  # the request is opened
         decided_by = {
             "weights": identity, "dtype": dtype_name(self.dtype), "device": device_type(self.config.device.name),
@@ -84,10 +85,10 @@ class Request:
         return load(self.checkpoint.run / CONFIG)
 
     def held_out(self) -> torch.Tensor | None:
-        """The run's held-out blocks, int64 [V, T + 1]; None if not asked for, without a run, or if the run's data holds
-        nothing out.
+        """The run's held-out blocks, int64 [V, T + 1]; None if there is no run, validation is off, or the run's data
+        has no held-out split.
 
-        Raises DataError, ConfigError, OSError.
+        Raises DataError, ConfigError or OSError if the run's data or configuration cannot be read.
         """
         if self.checkpoint.run is None or not self.config.validation:
             return None
@@ -131,7 +132,7 @@ class Request:
 
 
 def mistakes(config: EvaluateConfig) -> list[str]:
-    """Every mistake in `config` that can be found before any work."""
+    """Error messages for `config`, as far as they can be known before any work; empty if there are none."""
     found = evaluate_mistakes(config)
     return found + tasks.mistakes(config.tasks, config.data_dir) + not_found(config.checkpoint)
 

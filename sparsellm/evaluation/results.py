@@ -172,7 +172,8 @@ def scores(results: dict[str, Any]) -> dict[str, float]:
 def table(results: dict[str, Any], asked: list[str]) -> str:
     """The results as plain text, one line per task; with compare_kernels, the PyTorch scores next to the kernels'.
 
-    `asked`: the tasks of the latest evaluation. A line lists the tasks whose scores are from earlier evaluations.
+    `asked`: the tasks requested in the latest evaluation. A line lists the tasks whose scores are from earlier
+    evaluations.
     """
     tasks, failed, compared = results["tasks"], results["failed"], results.get("torch")
     differing = unlike(tasks)

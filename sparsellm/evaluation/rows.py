@@ -9,13 +9,13 @@ NAMED = 3  # maximum number of bad rows listed per task
 
 
 def mistakes(task: str, rows: Iterable[Mapping[str, Any]]) -> str | None:
-    """The first rows of `task` that cannot be scored, counted from 1, with field, value and expected value."""
+    """An error message for the first `rows` that cannot be scored (numbered from 1); None if all can be."""
     found = [f"row {number}: {wrong}" for number, row in enumerate(rows, 1) if (wrong := _mistake(task, row))]
     return listed(found, NAMED, "; ") or None
 
 
 def _mistake(task: str, row: Mapping[str, Any]) -> str | None:
-    """The first field of `row` that violates the schema of the task's data set on the hub."""
+    """An error message for the first field of `row` that violates the schema of the task's hub data set, or None."""
     if task in ("arc_easy", "arc_challenge", "openbookqa", "commonsense_qa"):
         question = "question_stem" if task == "openbookqa" else "question"
         choices = row.get("choices")

@@ -17,26 +17,26 @@ import lm_eval.utils
 from sparsellm.distributed.groups import Ranks
 from sparsellm.evaluation.tasks import LoadedTask, each_row
 
-# lm-eval compiles a template for each text of each row, which takes most of the time. A compiled template depends only
-# on its source, so lm-eval's `from_string` is cached here. The upstream fix would be a cache in lm-eval's
+# lm-eval compiles a template for each string of each row, which takes most of the time. A compiled template depends
+# only on its source, so lm-eval's `from_string` is cached here. The upstream fix would be a cache in lm-eval's
 # `apply_template`.
 setattr(lm_eval.utils.env, "from_string", cache(lm_eval.utils.env.from_string))  # noqa: B010 (mypy forbids `=`)
 # lm-eval draws progress bars on every rank while building requests, and has no setting for them.
 lm_eval.api.task.tqdm = partial(lm_eval.api.task.tqdm, disable=True)
 
 Pairs = list[tuple[str, str]]  # (context, continuation) of each request
-Tokens = dict[str, list[int]]  # text -> tokens
+Tokens = dict[str, list[int]]  # string -> tokens
 AHEAD = 2  # tasks built ahead, because building a large task takes longer than answering a small one
-TEXTS = 4096  # texts per tokenizer call, whose offsets and masks take memory
+TEXTS = 4096  # strings per tokenizer call; limited, because offsets and masks take memory
 OF_A_ROW = ("doc_to_text", "doc_to_target", "doc_to_choice")  # lm-eval's task methods that render a row's template
 
 
 def tokenize(tokenizer: Any, begin: str, pairs: Pairs) -> Tokens:
-    """The tokens of every text that lm-eval encodes for requests of these contexts and continuations.
+    """The tokens of every string that lm-eval encodes for requests with these contexts and continuations.
 
-    The tokens equal those of lm-eval's `tok_encode`, but are computed on all cores, and once per text, because a
-    question has several answers. Texts that start with the token `begin` are left out: lm-eval encodes them
-    differently.
+    The tokens equal those of lm-eval's `tok_encode`, but are computed on all cores, and once per string, because a
+    question has several answers. Strings that start with the token `begin` are left out, because lm-eval encodes such
+    strings differently.
     """
     wanted = {text for a, b in pairs if a for text in (a.rstrip(), a + b) if not text.startswith(begin)}
     texts = list(wanted)
@@ -98,7 +98,7 @@ class Builder:
     """Builds the shares of announced tasks in a thread; starts the next share whenever one is taken."""
 
     def __init__(self, ranks: Ranks, tokenize: Callable[[Pairs], Tokens]) -> None:
-        """`tokenize`: returns the tokens of all texts that requests need. Called in the thread."""
+        """`tokenize`: returns the tokens of all strings that requests need. Called in the thread."""
         self.ranks, self.tokenize = ranks, tokenize
         self.thread = ThreadPoolExecutor(1, "requests")
         self.announced: list[tuple[LoadedTask, int | None]] = []

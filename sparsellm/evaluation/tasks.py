@@ -37,7 +37,7 @@ TASKS = {
     "commonsense_qa": Stock("commonsense_qa/default.yaml", "validation", 1 / 5),
 }
 FORMATS = {".jsonl": "json", ".parquet": "parquet"}  # suffix -> builder of the datasets library
-# Zero-shot needs no examples. Without this, lm-eval reads all rows to draw some.
+# Zero-shot needs no examples. Without this setting, lm-eval reads all rows to sample examples.
 NO_EXAMPLES: dict[str, Any] = {"fewshot_config": {"samples": []}}
 READ_AT_ONCE = 1000  # rows: `datasets` takes 11 to 50 us per single row, and 1 to 4 us per row of a large batch
 
@@ -56,7 +56,7 @@ class LoadedTask:
 
 
 def mistakes(names: list[str], data_dir: str | None, prefix: str = "") -> list[str]:
-    """Mistakes in the keys PREFIXtasks and PREFIXdata_dir, each with its remedy."""
+    """Error messages for the keys PREFIXtasks and PREFIXdata_dir, each with a remedy; empty if there are none."""
     found = []
     if unknown := [name for name in names if name not in TASKS]:
         close = [match for name in unknown for match in difflib.get_close_matches(name, TASKS, n=1)]
@@ -88,7 +88,7 @@ def load_on_all(name: str, data_dir: str | None, ranks: Ranks) -> LoadedTask:
 
 
 def load(name: str, data_dir: str | None) -> LoadedTask:
-    """Load a task with rows from `data_dir` or the hub. Raises TaskUnavailable."""
+    """Load a task with rows from `data_dir` or the hub. Raises TaskUnavailable if they cannot be read or scored."""
     import datasets
     from lm_eval import tasks
 
@@ -109,7 +109,7 @@ def load(name: str, data_dir: str | None) -> LoadedTask:
                 )
             task = tasks.TaskManager(include_defaults=False).load([str(definition)])["tasks"][name]
             task.set_config("num_fewshot", 0)
-            task.set_fewshot_seed(1234)  # lm-eval's own seed, though nothing is drawn
+            task.set_fewshot_seed(1234)  # lm-eval's own seed, though nothing is sampled
             docs = task.eval_docs
             if source is None:
                 _require_whole(name, task.dataset[TASKS[name].split])
@@ -127,7 +127,7 @@ def load(name: str, data_dir: str | None) -> LoadedTask:
 
 
 def _require_whole(name: str, found: Any) -> None:
-    """Raises ValueError that lists the rows that cannot be scored."""
+    """Raises ValueError, listing the rows that cannot be scored, if there are any."""
     if (wrong := rows.mistakes(name, each_row(found))) is not None:
         raise ValueError(wrong)
 
@@ -149,7 +149,7 @@ def local_rows(name: str, data_dir: str) -> Path:
 
 
 def on_local_rows(name: str, stock: Path, source: Path) -> dict[str, Any]:
-    """lm-eval's definition with local rows; `null` keeps lm-eval from asking for missing splits."""
+    """lm-eval's definition with local rows; `null` keeps lm-eval from requesting missing splits."""
     splits = {f"{split}_split": split if split == source.stem else None for split in ("training", "validation", "test")}
     data = {
         "dataset_path": FORMATS[source.suffix],

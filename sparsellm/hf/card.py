@@ -1,6 +1,6 @@
 """The model card of a checkpoint, hf/README.md: what the model is, what it was trained on, and with which command.
 
-Built from the configuration and the rows of metrics.jsonl up to the checkpoint, so the same state gives the same text.
+Built from the configuration and the rows of metrics.jsonl up to the checkpoint, so the same state gives the same card.
 The card may become public, so it leaves out times, host names, folders of paths outside the working directory, and
 passwords, queries and fragments of URLs. Names are escaped for Markdown and HTML.
 """
@@ -67,7 +67,7 @@ of the files in this folder.
 def text(config: Config, step: int, rows: list[dict[str, Any]], prepared: int | None = None) -> str:
     """The card of the run's checkpoint at `step`.
 
-    `rows`: all rows of metrics.jsonl, or MetricsFile.telling; rows after `step` are ignored. `prepared`: see
+    `rows`: all rows of metrics.jsonl, or those from metrics.telling; rows after `step` are ignored. `prepared`: see
     `commands_of`.
     """
     rows = [row for row in rows if row["step"] <= step]
@@ -87,7 +87,7 @@ def text(config: Config, step: int, rows: list[dict[str, Any]], prepared: int | 
 
 
 def _head(name: str | None, rows: list[dict[str, Any]]) -> str:
-    """The card's YAML; the last scores of the tasks are the hub's evaluation results."""
+    """The card's YAML header, with the latest task scores as the hub's evaluation results."""
     scores = (_last(rows, "evaluation") or {"evaluation": {}})["evaluation"]
     results = [
         EvalResult("text-generation", task, task, "acc", round(score, 4))
@@ -125,7 +125,7 @@ def licensed(card: str, name: str) -> str:
 
 
 def scored(card: str, name: str, tasks: dict[str, dict[str, Any]]) -> str:
-    """The card of the model `name` with the scores `tasks` of `evaluate`, in its YAML header and in a table.
+    """The card of the model `name` with the scores `tasks` from `evaluate` added, in its YAML header and as a table.
 
     Raises ValueError if the header cannot be read.
     """
@@ -144,15 +144,16 @@ def scored(card: str, name: str, tasks: dict[str, dict[str, Any]]) -> str:
 def _parsed(card: str) -> Any:  # a ModelCard, whose data has the fields that the card gives
     try:
         return ModelCard(card)
-    except Exception as error:  # from the YAML parser, or the library for values it does not know
+    except Exception as error:  # from the YAML parser, or from huggingface_hub for unknown values
         raise ValueError(f"its YAML header cannot be read as a model card's: {' '.join(str(error).split())}") from error
 
 
 def commands_of(config: Config, prepared: int | None = None) -> list[str]:
     """The commands that prepare the data (if it has one source) and train the same model.
 
-    `prepared`: the number of prepared training tokens that the run found. The number decides the order in which tokens
-    are read, even if the run asks for fewer. The reader must replace FOLDER, which stands for folders of this machine.
+    `prepared`: the number of prepared training tokens that the run found. This number determines the order in which
+    tokens are read, even if the run needs fewer. The reader must replace FOLDER, which stands for folders of this
+    machine.
     """
     default, typed = definition(from_overrides([])), dict[str, Any]()
     for key, value in definition(config).items():

@@ -2,8 +2,8 @@
 
 Gated models (hidden_act relu or silu) are stock Qwen3 if they have qk_norm, stock Qwen2 if they have biases, otherwise
 stock Llama, or Mistral if num_heads does not divide hidden_size, which Llama's configuration refuses. Non-gated models
-are stock Arcee with hidden_act relu, which is Llama with down(relu(up(x))). Our parameter names are theirs without the
-leading "model.". Models of any of these classes can be read; the rule above decides which class is written.
+are stock Arcee with hidden_act relu, which is Llama with down(relu(up(x))). Our parameter names are the stock names
+without the leading "model.". Models of any of these classes can be read; the rule above decides which class is written.
 """
 
 import shutil
@@ -66,8 +66,8 @@ def export(
 ) -> None:
     """Write config.json, generation_config.json, the tokenizer, and `weights` (by our names) in `dtype`.
 
-    `begin_of_text_id`: None means `end_of_text_id`, the token that ends the previous text. `other_ends`: further ids
-    that end a text.
+    `begin_of_text_id`: None means `end_of_text_id`, the token that ends the previous document. `other_ends`: other ids
+    that end a document.
     """
     from transformers import GenerationConfig
 
@@ -82,7 +82,7 @@ def export(
     GenerationConfig.from_model_config(hub_config).save_pretrained(folder)
     tensors = {their_name(name): weight.to("cpu", dtype).contiguous() for name, weight in weights.items()}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    shutil.copymode(folder / "config.json", folder / WEIGHTS)  # safetensors lets only the owner read its file
+    shutil.copymode(folder / "config.json", folder / WEIGHTS)  # safetensors creates a file that only the owner can read
 
 
 def view(weights: dict[str, Tensor], config: ModelConfig, activation: Activation, end_of_text_id: int) -> Any:
@@ -118,7 +118,7 @@ def config_of(hub: Any, path: str | Path) -> ModelConfig:
         raise ValueError(f"{path} {CANNOT}: {'; '.join(problems)}")
     rope, heads, head_dim = hub.rope_parameters, hub.num_attention_heads, getattr(hub, "head_dim", None)
     values = {ours: getattr(hub, theirs) for ours, theirs in FIELDS.items()} | {
-        # null where a value equals the meaning of null, so that equal models have equal configurations
+        # null where the value equals the default that null means, so that equal models have equal configurations
         "num_key_value_heads": None if hub.num_key_value_heads == heads else hub.num_key_value_heads,
         "head_dim": None if head_dim == hub.hidden_size // heads else head_dim,
         "attention_bias": hub.model_type == "qwen2",
@@ -181,7 +181,7 @@ def class_name(config: ModelConfig) -> str:
 
 
 def their_name(name: str) -> str:
-    """transformers' name of our parameter `name`."""
+    """transformers' name for our parameter `name`."""
     return name if name == HEAD else PREFIX + name
 
 

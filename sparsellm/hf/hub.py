@@ -1,7 +1,7 @@
-"""The Hugging Face hub, for a machine that may have no network.
+"""Access to the Hugging Face hub from a machine that may be offline.
 
-The hub's libraries retry for half a minute per file before they give up. So the hub is asked once beforehand; if the
-hub does not answer, the libraries run offline, with the copies in their cache.
+The hub's libraries retry for half a minute per file before they give up. So one request checks beforehand whether the
+hub answers; if not, the libraries run offline and use their cache.
 """
 
 import os
@@ -19,7 +19,7 @@ PATIENCE = (2, 5, 10, 30, 60, 120, 240)  # seconds between attempts while the hu
 
 
 def answers(what: str) -> bool:
-    """Whether the hub answers. The main rank prints that it looks for `what` there, and then whether that failed."""
+    """Whether the hub answers. The main rank prints that it looks for `what` on the hub, and if that fails, why."""
     if is_main_rank():
         warn(f"looking for {what} on the hub")
     if (reason := obstacle()) is not None and is_main_rank():
@@ -28,7 +28,7 @@ def answers(what: str) -> bool:
 
 
 def obstacle() -> str | None:
-    """Why the hub cannot be asked, as a sentence; None if it answers."""
+    """Why the hub cannot be reached, as a sentence; None if it answers."""
     from huggingface_hub import constants, get_session
 
     try:
@@ -51,7 +51,7 @@ def is_temporary(error: Exception) -> bool:
 
 
 def waits(error: Exception, what: str, attempt: int) -> bool:
-    """Wait after failure number `attempt` (from 0) in a row. Returns False, without waiting, after the last attempt."""
+    """Wait after consecutive failure number `attempt` (from 0). After the last attempt, returns False at once."""
     if attempt == len(PATIENCE):
         return False
     warn(f"{what}: the hub does not answer ({one_line(error)}); trying again in {PATIENCE[attempt]} s")
@@ -60,7 +60,7 @@ def waits(error: Exception, what: str, attempt: int) -> bool:
 
 
 def answer(call: Callable[[], Any], what: str) -> Any:
-    """The result of `call`, which asks the hub for `what`, and is repeated while it fails temporarily."""
+    """The result of `call`, a hub request for `what`, which is retried while it fails temporarily."""
     attempt = 0
     while True:
         try:

@@ -42,7 +42,7 @@ ALSO_REQUIRED: dict[str, tuple[str, ...]] = {
     "llama": (), "arcee": (), "mistral": ("num_key_value_heads",), "qwen2": ("num_key_value_heads",),
     "qwen3": ("num_key_value_heads", "head_dim"),
 }  # fmt: skip
-# config.json of Llama 1 and 2 has no rope_theta: the rotary embedding has this base.
+# Base of the rotary embedding for models whose config.json has no rope_theta, such as Llama 1 and 2.
 OLDEST_THETA = {"llama": 10_000.0, published.MODEL_TYPE: 10_000.0}
 # Bounds of the numbers in config.json, with room above every existing model.
 WHOLE = {
@@ -89,7 +89,7 @@ def read_config(path: str | Path) -> Any:
         if not Path(path, "config.json").is_file():
             raise BrokenModel(f"{path} holds no config.json: give a Hugging Face folder, such as hf/ in a checkpoint")
     given = _config_json(path)
-    if wrong := _wrong_numbers(given):  # transformers would, for example, build a list of all layers
+    if wrong := _wrong_numbers(given):  # before transformers builds, for example, a list of all layers
         raise BrokenModel(f"config.json of {path} has {'; '.join(wrong)}; {REMEDY}")
 
     def described() -> Any:
@@ -137,7 +137,7 @@ def _wrong_numbers(given: dict[str, Any]) -> list[str]:
 
 
 def require_files(folder: Path) -> None:
-    """Raises BrokenModel for files of `folder` on which libraries would hang, such as a FIFO or an endless text."""
+    """Raises BrokenModel if `folder` has files on which libraries would hang, such as a FIFO or a huge text file."""
     for file in folder.iterdir():
         if not file.exists():
             raise BrokenModel(f"{file} is a dangling link: {REMEDY}")
@@ -149,7 +149,7 @@ def require_files(folder: Path) -> None:
 
 
 def read_tokenizer(path: str | Path, vocab_size: int) -> Any:
-    """The tokenizer; all its ids are below `vocab_size`. Raises BrokenModel, and OSError if the hub cannot be read."""
+    """The tokenizer. Raises BrokenModel if it is damaged or has ids >= `vocab_size`, OSError if the hub fails."""
     from transformers import AutoTokenizer
 
     local = Path(path).is_dir()
@@ -187,7 +187,7 @@ def _say_once(text: str) -> None:
 
 
 def stop_tokens(path: str | Path, tokenizer: Any = None) -> set[int]:
-    """Ids that end a text or a chat turn: every eos_token of config.json, generation_config.json and `tokenizer`."""
+    """Ids that end a document or chat turn: eos_token in config.json, generation_config.json and `tokenizer`."""
 
     def named() -> set[int]:
         file = _file_of(path, "generation_config.json")
@@ -204,8 +204,8 @@ def stop_tokens(path: str | Path, tokenizer: Any = None) -> set[int]:
 
 
 def read_model(path: str | Path, dtype: torch.dtype | str = "auto") -> Any:
-    """The causal language model on the CPU, with exactly the tensors of its files. Raises BrokenModel, and OSError if
-    the hub cannot be read."""
+    """The causal language model on the CPU, with exactly the tensors of its files. Raises BrokenModel if these cannot
+    be used, and OSError if the hub cannot be read."""
     from transformers import ArceeForCausalLM, AutoModelForCausalLM, LlamaForCausalLM
     from transformers.utils import logging
 
@@ -268,7 +268,7 @@ def commit(name: str) -> str:
 
 
 def data_folder(path: str | Path) -> Path:
-    """The folder of the model's files: `path`, or for a hub name the local snapshot, without code."""
+    """The folder with the model's files: `path`, or for a hub name the local snapshot, without code."""
     from huggingface_hub import snapshot_download
 
     if Path(path).is_dir():
@@ -327,7 +327,7 @@ def _reading(path: str | Path, what: str, work: Callable[[], T]) -> T:
 
 
 def verify_files(folder: Path, config: Any) -> list[str]:
-    """Check the headers of a folder's safetensors: the files must be complete. Returns their names; raises BrokenModel.
+    """Check by the headers that a folder's safetensors files are complete. Returns their names or raises BrokenModel.
 
     Call this before transformers builds the model: transformers would allocate a missing tensor of any size that
     config.json states.

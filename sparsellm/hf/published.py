@@ -1,4 +1,4 @@
-"""The published sparse checkpoints (`model_type: llama_sparse_relu`) as stock Llama or Arcee models.
+"""Converts published sparse checkpoints (`model_type: llama_sparse_relu`) to stock Llama or Arcee models.
 
 The configuration is Llama's plus keys `sparsity_*`. Its hidden_act says silu, but the model computes ReLU: the model is
 a stock Llama with hidden_act relu if `sparsity_gated_mlp` is true, otherwise a stock Arcee. Tensors have Llama's names,
@@ -26,7 +26,8 @@ WEIGHT = re.compile(r"(?P<layer>model\.layers\.\d+\.mlp\.)(?P<part>gate|up|down)
 
 
 def stock_config(given: dict[str, Any]) -> Any:
-    """The LlamaConfig or ArceeConfig of the same model. `given`: the content of config.json. Raises ValueError."""
+    """The LlamaConfig or ArceeConfig of the same model. `given`: the content of config.json. Raises ValueError if the
+    model is quantized or keys are wrong."""
     from transformers import ArceeConfig, LlamaConfig
 
     if not isinstance(gated := given.get(GATED), bool):

@@ -1,4 +1,5 @@
-"""Loads tokenizers from other sources: tries them in a separate process and adapts them to training and prompts.
+"""Loads tokenizers that were trained elsewhere: tries them in a separate process and adapts them to training and
+prompts.
 
 A damaged tokenizer.json may exhaust memory, hang, or kill the process that loads it: the tokenizers library does not
 validate the file, and some of the library's errors are Rust panics. So the file is first tried in a separate process,
@@ -7,9 +8,9 @@ which runs this module.
 Training and prompts need three guarantees:
 
 - The same text always gives the same tokens: BPE dropout and Unigram sampling are switched off.
-- A prompt ends in its own text, because generation continues the text: tokens that a post-processor appends, such as
-  RoBERTa's </s>, are removed. Tokens that a post-processor prepends stay.
-- A text keeps all its tokens: truncation and padding are switched off.
+- A prompt ends with its own tokens, because generation continues from them: tokens that a post-processor appends, such
+  as RoBERTa's </s>, are removed. Tokens that a post-processor prepends stay.
+- No tokens are lost or added: truncation and padding are switched off.
 """
 
 import json
@@ -47,7 +48,7 @@ def plain() -> Tokenizer:
 
 
 def load(path: Path) -> Tokenizer:
-    """The tokenizer in the tokenizer.json `path`. Raises BrokenTokenizer, and OSError."""
+    """The tokenizer in the tokenizer.json at `path`. Raises BrokenTokenizer, or OSError if the file cannot be read."""
     check(path)
     try:
         return Tokenizer.from_file(str(path))
@@ -58,7 +59,7 @@ def load(path: Path) -> Tokenizer:
 
 
 def check(path: Path) -> None:
-    """Raises BrokenTokenizer if the tokenizer.json `path` cannot be loaded or cannot encode a text, and OSError."""
+    """Raises BrokenTokenizer if the tokenizer.json at `path` fails to load or encode, OSError if it is unreadable."""
     stat = path.stat()
     if stat.st_size > LARGEST:
         raise BrokenTokenizer(f"it has {stat.st_size:,} bytes: it should have at most {LARGEST:,}")
@@ -104,7 +105,7 @@ def _form(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _try(path: str) -> str | None:
-    """What is wrong with the tokenizer in this file, found by using it."""
+    """What is wrong with the tokenizer in this file, found by using it; None if it works."""
     try:
         tokenizer = Tokenizer.from_file(path)
         tokenizer.no_truncation()
@@ -143,7 +144,7 @@ def settle(tokenizer: Tokenizer) -> list[str]:
 
 
 def settle_file(path: Path) -> None:
-    """`settle` the tokenizer.json `path` in place. Tokens prepared before 0.1.0 have tokenizers that need it."""
+    """Apply `settle` to the tokenizer.json at `path`, in place; needed for data prepared before 0.1.0."""
     content = json.loads(path.read_text(encoding="utf-8"))
     post = content.get("post_processor")
     if content["model"].get("dropout") or (post is not None and _open(post) != post):
