@@ -1,7 +1,8 @@
-// The engines of engines.h as operators of torch, `torch.ops.sparsellm_cuda.*`, on torch's stable ABI: one build serves
-// torch 2.10 and later. An operator allocates its results and workspace with torch's allocator, and launches on the
-// current stream of its first tensor's device. sparsellm/ops checks shapes and dtypes, and never calls an operator
-// without tokens; these bindings check only that every tensor is contiguous, 16-byte aligned and on that device.
+// Registers the engines declared in engines.h as torch operators, `torch.ops.sparsellm_cuda.*`, on torch's stable ABI,
+// so that one build serves torch 2.10 and later. An operator allocates its results and workspace with torch's
+// allocator, and launches on the current stream of its first tensor's device. sparsellm/ops checks shapes and dtypes,
+// and never calls an operator without tokens; these bindings check only that every tensor is contiguous, 16-byte
+// aligned and on that device.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cuda.h>
 #include <torch/csrc/stable/accelerator.h>
@@ -74,7 +75,7 @@ class Call {
     });
   }
 
-  // Multiplies two matrices with cuBLAS, which is called as torch.mm and torch.addmm call it.
+  // Multiplies two matrices with cuBLAS, called in the same way as by torch.mm and torch.addmm.
   sparsellm::Multiply multiply() const {
     return [this](const sparsellm::Matrix& a, const sparsellm::Matrix& b, void* out, bool add) {
       const Tensor left = view(a), right = view(b), to = view({out, a.rows, b.columns, false});
@@ -301,8 +302,7 @@ STABLE_TORCH_LIBRARY_IMPL(sparsellm_cuda, CUDA, library) {
   library.impl("transpose", TORCH_BOX(&transpose));
 }
 
-// Operators on numbers alone: without tensors, there is no device to choose from, so they are registered for any
-// device.
+// These operators take no tensors whose device could select an implementation, so they are registered for any device.
 STABLE_TORCH_LIBRARY_IMPL(sparsellm_cuda, CompositeExplicitAutograd, library) {
   library.impl("tile_saved_bytes", TORCH_BOX(&tile_saved_bytes));
   library.impl("limit", TORCH_BOX(&limit));

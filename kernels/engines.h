@@ -4,10 +4,10 @@
 // is divided into kernels, in which order they are launched, and how every buffer between them is laid out.
 //
 // The caller provides all memory: the results, a workspace of `..._workspace_bytes(...)` bytes, and, if a backward pass
-// follows, one saved buffer of `tile_saved_bytes(...)` bytes. Workspace and saved buffer are 256-byte aligned, and
-// their contents may be undefined. Every function launches on `stream` of the current device, waits for nothing,
-// allocates nothing, and returns cudaSuccess or the first error. Tensors are contiguous and 16-byte aligned; bf16
-// pointers are void*.
+// follows, one saved buffer of `tile_saved_bytes(...)` bytes. The workspace and the saved buffer must be 256-byte
+// aligned; their initial contents do not matter. Every function launches on `stream` of the current device, waits for
+// nothing, allocates nothing, and returns cudaSuccess or the first error. Tensors must be contiguous and 16-byte
+// aligned; bf16 pointers are void*.
 //
 // Letters: M tokens, K model width, N neurons; K and N are multiples of 8 up to 65,536.
 #pragma once
@@ -27,8 +27,8 @@ constexpr int kSectorWords = 8;  // contiguous words of a segment: 32 bytes, one
 
 // Numbers of tokens at which the row engine changes its method. sparsellm/ops/borders.py has the same numbers; loading
 // the library checks that both agree (bindings.cpp: limit). Up to kFewTokens tokens, rows are dealt to clusters one by
-// one. Above kFewTokens and below kManyTokens, the caller's library multiplies the gate, and the rows are divided into
-// runs of equal cost, one run per cluster. From kManyTokens on, the tile engine may compute the call instead.
+// one. Above kFewTokens and below kManyTokens, the caller's library computes the gate product, and the rows are divided
+// into runs of equal cost, one run per cluster. From kManyTokens on, the tile engine may compute the call instead.
 constexpr int kFewTokens = 64;
 constexpr int kManyTokens = 1536;
 
@@ -58,8 +58,8 @@ struct Result {
   int64_t* counts;
 };
 int64_t counts_length();
-// For a caller that does not read the statistics: returns a Result whose statistics are written to `memory`, which is
-// 256-byte aligned and has statistics_bytes(N) bytes.
+// For a caller that does not read the statistics: returns a Result whose statistics are written to `memory`, which must
+// be 256-byte aligned and have statistics_bytes(N) bytes.
 int64_t statistics_bytes(int64_t n);
 Result with_statistics_in(void* memory, int64_t n, void* y);
 
@@ -118,7 +118,7 @@ int64_t tile_backward_workspace_bytes(const TileShape& shape, bool float_weights
 cudaError_t tile_backward(const Layer& layer, const TileShape& shape, const void* dy, const float* dl1, void* saved,
                           void* workspace, const Gradients& gradients, cudaStream_t stream);
 
-// Finds a field of the tile plan in a saved buffer, by its name in README.md; the tests of single stages use it.
+// Finds a field of the tile plan in a saved buffer by the field's name in README.md, for tests of single stages.
 // element_bytes is 0 if no field has that name.
 struct Field {
   int64_t offset, count;  // offset in bytes, count in elements
@@ -156,7 +156,7 @@ cudaError_t pack(const void* x, const void* w, int64_t m, int64_t k, int64_t n, 
                  cudaStream_t stream);
 
 // Writes the transpose of `from` [rows, columns] to `to` [columns, rows]. Each matrix is float32 or bf16; bf16 to
-// float32 returns cudaErrorInvalidValue. rows and columns are multiples of 8.
+// float32 returns cudaErrorInvalidValue. rows and columns must be multiples of 8.
 cudaError_t transpose(const void* from, bool from_float, int64_t rows, int64_t columns, void* to, bool to_float,
                       cudaStream_t stream);
 

@@ -20,10 +20,10 @@ namespace {
 // after the last step.
 constexpr int64_t kMaxWords = (int64_t{1} << 32) - (1 << 14);
 constexpr int64_t kCapacityUnit = 128;
-// The tile engine adds this to a saved buffer's length, which is a multiple of 16: 2, and 4 more if tokens are ordered.
+// The tile engine adds these to a saved buffer's length, else a multiple of 16: 2, plus 4 if tokens are ordered.
 constexpr int64_t kTileEngine = 2, kOrdered = 4;
-// Scratch behind the counters, in int64: totals, then tickets. The scratch is zero when a stage starts and when a stage
-// ends.
+// Scratch after the counters, in int64: totals, then tickets. The scratch must be zero when a stage starts, and every
+// stage leaves it zero.
 constexpr int kScratch = (kTotals + kRowTickets) / 2;
 constexpr int kCountsLength = kCounters + kScratch;
 
@@ -370,7 +370,7 @@ cudaError_t tile_backward(const Layer& a, const TileShape& s, const void* dy, co
 
 Field tile_saved_field(const TileShape& s, const char* name) {
   // A null base would make the arena only count bytes. This base is not null, so the arena returns addresses, from
-  // which offsets are computed. Nothing is read from it.
+  // which offsets are computed. Nothing is read from the base.
   static char base[1];
   Arena arena(base);
   const Kept kept(arena, s, true);

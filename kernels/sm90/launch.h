@@ -1,7 +1,7 @@
 // The launchers: one function for each stage of an engine, plain C++ over device pointers, free of torch. A launcher
 // enqueues its kernels on `stream`, waits for nothing, allocates nothing, and returns cudaSuccess or the first error.
-// Callers have checked shapes and layouts (sparsellm/ops/cuda.py); a kernel asserts any further assumption where it
-// uses it.
+// Callers must have checked shapes and layouts (sparsellm/ops/cuda.py); a kernel asserts any further assumption where
+// it uses it.
 //
 // When kernels start. To save the microseconds between one kernel and the next, most kernels are launched early
 // (programmatic dependent launch): their CTAs may start before the previous kernel in the stream has ended. Such a
@@ -131,7 +131,7 @@ struct Gradient {
   const uint32_t* at;      // [capacity] for each nonzero of the plan's lists: its index in the lists by neuron
   const uint16_t* places;  // [capacity] for each nonzero of the plan's lists: its place in the operand tiles by neuron
   uint32_t *dz_by_neuron, *du_by_neuron, *h_by_neuron;
-  int32_t* tickets;  // [2] CTAs that are done, items that have been drawn; zero before and after the kernel
+  int32_t* tickets;  // [2] CTAs that are done, items that are claimed; zero before and after the kernel
 };
 cudaError_t tile_gradient(const void* dy, const void* w_down_t, int64_t m, int64_t k, int64_t n, const TilePlan& plan,
                           const Gradient& gradient, cudaStream_t stream);
@@ -155,8 +155,8 @@ cudaError_t tile_spmm(const Spmm& a, cudaStream_t stream);
 
 // The nonzeros of a tile plan, sorted by neuron: the gradients of the weights are sums over tokens, so they are
 // computed on tiles of 128 neurons, whose slots are tokens. The most frequent neurons form the first tile. JT = ceil(N
-// / 128). A tile with more blocks than a CTA's share of all blocks is cut into pieces, so that no CTA still works on it
-// when the others are done. The sums of a tile's pieces are added up in order.
+// / 128). A tile with more blocks than a CTA's share of all blocks is cut into pieces, so that no CTA is still busy
+// with that tile when the others are done. The sums of a tile's pieces are added up in order.
 constexpr int kSplitUnits = 384;  // at most this many units (a piece times 256 columns of dW) come from tiles that are
                                   // cut
 enum NeuronTotal { kPieces = 0, kNeuronTotals = 4 };
@@ -205,7 +205,7 @@ struct WeightGradient {
   void* dw[2];  // [i]: from operands[i], [n, K], bf16, or float32 if float_dw
   bool float_dw;
   float* partials;   // [kSplitUnits, 2, 128, 256] the sums of the pieces
-  int32_t* tickets;  // [kSplitUnits, 4] pieces that are done, then [1] units that have been drawn; zero before and
+  int32_t* tickets;  // [kSplitUnits, 4] pieces that are done, then [1] units that are claimed; zero before and
                      // after the kernel
 };
 cudaError_t tile_weights(const WeightGradient& a, cudaStream_t stream);

@@ -1,4 +1,4 @@
-// What the launchers need on the host: tensor maps, launches, the properties of the device.
+// Host code that the launchers share: tensor maps, launches, device properties.
 #pragma once
 
 #include <cstdint>
@@ -82,7 +82,7 @@ inline cudaError_t allow_shared_memory(const void* kernel, uint32_t bytes) {
 template <class... Parameters, class... Arguments>
 cudaError_t launch_with(bool early, void (*kernel)(Parameters...), int64_t grid, int block, uint32_t shared_bytes,
                         int cluster, cudaStream_t stream, Arguments&&... arguments) {
-  if (shared_bytes > 0) {  // also below 48 KB, because the kernel's static shared memory is added to it
+  if (shared_bytes > 0) {  // also below 48 KB, because the kernel's static shared memory is added to shared_bytes
     const cudaError_t error = allow_shared_memory(reinterpret_cast<const void*>(kernel), shared_bytes);
     if (error != cudaSuccess) return error;
   }

@@ -14,8 +14,8 @@ __device__ __forceinline__ float warp_sum(float value) {
 }
 
 // The partial sum of thread `thread` of `threads` over values[0, count), which are 16-byte aligned and which other CTAs
-// have written. The thread adds groups of four values, number thread, thread + threads, ...; one of the first three
-// threads may also add one of the up to three values that follow the last full group.
+// have written. The thread adds groups of four values, number thread, thread + threads, ...; each of the first three
+// threads also adds one of the up to three values that follow the last full group, if there is one for it.
 __device__ __forceinline__ float strided_sum(const float* values, int64_t count, uint32_t thread, uint32_t threads) {
   constexpr int kBatch = 8;  // loads in flight per thread
   const int64_t quads = count / 4;

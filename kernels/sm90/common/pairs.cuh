@@ -7,7 +7,7 @@
 //
 //   producer         warp 0: TMA
 //   finishing warps  warps 1-3 turn a finished tile, bf16 in shared memory, into the kernel's results while the next
-//                    tile is multiplied. The first thread of warp 1 draws the pairs: the first two rounds of pairs are
+//                    tile is multiplied. The first thread of warp 1 claims the pairs: the first two rounds of pairs are
 //                    dealt by a fixed rule, and every later pair goes to the first cluster that is free.
 //   consumers        warps 4-11
 #pragma once
@@ -25,7 +25,7 @@ constexpr int kFinishBarrier = 1;  // the named barrier of the finishing warps; 
 constexpr int kDealtRounds = 2;
 // Number of rounds whose pairs are kept in shared memory. While the second CTA of a cluster finishes the tile of round
 // p, it knows the pairs of rounds up to p + 2. So the first CTA is in round p + 3 at most, and during that round it
-// draws the pair of round p + 5. The pairs of rounds p to p + 5 can therefore be in use at once, which are six. If the
+// claims the pair of round p + 5. The pairs of rounds p to p + 5 can therefore be in use at once, which are six. If the
 // kernel does not count fired neurons, the finishing warps do not wait for one another, so one of them may be a round
 // ahead of the others: then seven pairs are in use.
 constexpr int kRounds = 8;
@@ -166,7 +166,7 @@ struct PairCta {
   }
 
   // Called by one thread of each CTA: gets the pair of the round that is kDealtRounds after `round`. The first CTA of
-  // the cluster draws the pair and sends its number to both CTAs.
+  // the cluster claims the pair and sends the pair's number to both CTAs.
   __device__ __forceinline__ void draw(uint32_t round, unsigned long long* counters) const {
     const uint32_t slot = (round + kDealtRounds) % kRounds, barrier = drawn + 8 * slot;
     ptx::mbarrier_arrive_expect_tx(barrier, sizeof(uint32_t));

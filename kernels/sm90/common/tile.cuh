@@ -56,7 +56,7 @@ __device__ __forceinline__ uint32_t swizzle_128(uint32_t row, uint32_t chunk) {
   return row * 128 + ((chunk ^ (row & 7)) << 4);
 }
 
-// The default for `ahead` of multiply: does nothing.
+// The default for multiply's `ahead` argument: does nothing.
 struct Nothing {
   __device__ __forceinline__ void operator()() const {}
 };

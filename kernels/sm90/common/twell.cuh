@@ -125,7 +125,7 @@ __device__ __forceinline__ uint32_t pack_four_rows(uint32_t chunks, bool some, u
   return count;
 }
 
-// Sets the bits of the columns that fire, as `seen` of pack_four_rows has them, in a bit mask of 256 columns in shared
+// Sets the bits of the columns that fire, given by `seen` from pack_four_rows, in a bit mask of 256 columns in shared
 // memory. Called by all lanes of a warp.
 __device__ __forceinline__ void add_fired(uint32_t* fired, uint32_t seen, uint32_t lane) {
   seen |= __shfl_xor_sync(~0u, seen, 8);

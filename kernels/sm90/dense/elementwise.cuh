@@ -1,5 +1,5 @@
-// The arithmetic of the dense engine between its matrix products, on pairs of bf16 values. Kernels of their own use it
-// (pointwise.cu), and so do the products' epilogues (hidden.cu, gradient.cu).
+// The arithmetic of the dense engine between its matrix products, on pairs of bf16 values. Used by separate kernels
+// (pointwise.cu) and by the products' epilogues (hidden.cu, gradient.cu).
 //
 // Numerics: h = g u is rounded to bf16 once. dh + dl1 sign(h) is computed in float32, multiplied by g or u, and rounded
 // to bf16 once.

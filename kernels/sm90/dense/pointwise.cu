@@ -5,7 +5,7 @@
 // backward pass.
 //
 // h may be z or u itself, because a thread reads each element before it writes it; h must not overlap z or u in any
-// other way. Non-gated (u is null): h = relu(z). l1_partials is 16-byte aligned.
+// other way. Non-gated (u is null): h = relu(z). l1_partials must be 16-byte aligned.
 //
 // Numerics: relu(z) is exact, -0.0 gives 0.0, and NaN gives the canonical NaN; h is rounded to bf16 once. A neuron is
 // active if relu(z) is not zero; NaN is active. l1 is the float32 sum of |h|, after the rounding of h. It is added up
@@ -35,7 +35,7 @@ struct CtaStatistics {
 };
 
 // Adds one CTA's statistics to those of the call. Called by all threads of the CTA, when `own` is complete except for
-// `last`. The last CTA that calls it adds up l1, in a fixed order.
+// `last`. The last CTA to call this function adds up l1, in a fixed order.
 __device__ __forceinline__ void add_statistics(const CtaStatistics& own, int64_t first_column, float* l1_partials,
                                                float* l1, uint8_t* fired, unsigned long long* counters) {
   ptx::griddepcontrol_wait();  // `clear` has zeroed the statistics

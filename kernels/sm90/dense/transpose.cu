@@ -61,7 +61,7 @@ cudaError_t run(const void* from, int64_t rows, int64_t columns, void* to, cudaS
 
 cudaError_t transpose(const void* from, bool from_float, int64_t rows, int64_t columns, void* to, bool to_float,
                       cudaStream_t stream) {
-  if (to_float && !from_float) return cudaErrorInvalidValue;  // no caller needs it
+  if (to_float && !from_float) return cudaErrorInvalidValue;  // no caller converts bf16 to float32
   return (to_float     ? run<float, float>
           : from_float ? run<float, __nv_bfloat16>
                        : run<__nv_bfloat16, __nv_bfloat16>)(from, rows, columns, to, stream);

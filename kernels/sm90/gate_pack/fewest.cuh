@@ -1,5 +1,4 @@
-// gate_pack for up to 16 tokens (decoding). Reading w limits the speed, so every SM should read w all the time; any time
-// in which an SM does not read w is lost.
+// gate_pack for up to 16 tokens (decoding). Reading w limits the speed, so every SM should read w all the time.
 //
 // The four CTAs of a cluster share a column tile, 64 neurons each. There is one CTA per SM: with more and smaller CTAs,
 // some SMs would have two, and would finish last. The warps of a CTA divide K: each multiplies all neurons and tokens
@@ -289,7 +288,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 inline cudaError_t gate_pack_fewest(const void* x, const void* w, int64_t m, int64_t k, int64_t n, const Packed& out,
                                     int64_t zeroed, cudaStream_t stream) {
   using namespace fewest;
-  const cudaError_t error =  // also works without this setting; all timings were taken with it
+  const cudaError_t error =  // optional, but all timings were taken with it
       cudaFuncSetAttribute(reinterpret_cast<const void*>(gate_pack_fewest_kernel),
                            cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
   if (error != cudaSuccess) return error;

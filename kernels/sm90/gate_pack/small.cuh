@@ -282,8 +282,8 @@ __global__ void __launch_bounds__(small::kThreads, 1)
 
 }  // namespace small
 
-// zeroed: if it is not 0, the kernel counts nothing, and sets this many int64 to zero, starting at the counters. If it
-// is 0, the kernel adds to the counters, which must be zero.
+// zeroed: if not 0, the kernel counts nothing, and sets this many int64 to zero, starting at the counters; if 0, the
+// kernel adds to the counters, which must be zero.
 inline cudaError_t gate_pack_small(const void* x, const void* w, int64_t m, int64_t k, int64_t n, const Packed& out,
                                    int64_t zeroed, cudaStream_t stream) {
   using namespace small;

@@ -11,8 +11,8 @@ constexpr int kThreads = 1024;
 constexpr int kChunk = 8192;           // maximum number of tokens in a chunk
 constexpr int kClusters = 128;         // maximum number of clusters in a chunk
 constexpr uint32_t kMaxOverlap = 255;  // overlaps are counted in bytes
-// How many nonzeros of a row are read at most. In a row with more than 255 nonzeros, only every other group of sixteen
-// counts, so that overlaps fit in a byte: in a row of 495 nonzeros, 15 full groups and one of 15, which are 255
+// Maximum number of nonzeros that are read of a row. In a row with more than 255 nonzeros, only every other group of
+// sixteen counts, so that overlaps fit in a byte: in a row of 495 nonzeros, 15 full groups and one of 15, which are 255
 // nonzeros.
 constexpr uint32_t kMaxCount = 495;
 
@@ -63,7 +63,8 @@ __device__ __forceinline__ uint32_t known_count(const Order& order, int64_t toke
 }
 
 // Calls use(neuron) for the neurons of one token. Eight lanes share the token's row; `piece` is this lane's index among
-// them. A lane has four loads in flight. The first load does not wait for `count`: every row has at least this memory.
+// them. A lane has four loads in flight. The first load does not wait for `count`: every row has at least this much
+// memory.
 template <class Use>
 __device__ __forceinline__ void for_each_neuron(const Order& order, int64_t token, uint32_t count, uint32_t piece,
                                                 Use use) {

@@ -30,8 +30,8 @@ namespace {
 
 using namespace order;
 
-constexpr int kMaxRange = 6144;  // most neurons of one CTA of `leaders` or `profile`
-// Minimum number of ranges of all chunks together. With the 16 groups of clusters per range, `profile` then has at
+constexpr int kMaxRange = 6144;  // maximum neurons per CTA of `leaders` and `profile`
+// Minimum number of ranges, summed over all chunks. With the 16 groups of clusters per range, `profile` then has at
 // least 128 CTAs, about one per SM.
 constexpr int kMinParts = 8;
 constexpr int kSharedTokens = 96;      // from this many tokens per CTA on, copying the table to shared memory pays off

@@ -54,8 +54,8 @@ __device__ __forceinline__ void rank_keys(int tokens, uint32_t warp, uint32_t la
   ptx::bar_sync(kSorterBarrier, kSorters);
 }
 
-// References to the kernel's shared variables, which are declared one by one rather than in a struct. Then the compiler
-// knows that a store to one of them does not change the others.
+// References to the kernel's shared variables, which are declared one by one rather than in a struct, so that the
+// compiler knows that a store to one of them does not change the others.
 struct SortShared {
   uint8_t (&clusters)[kChunk];  // the cluster of each token
   uint16_t (&sorted)[kChunk];   // tokens by number of nonzeros; at the end, in the chunk's final order

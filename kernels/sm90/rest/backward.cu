@@ -134,8 +134,8 @@ __device__ __forceinline__ void grid_barrier(int32_t* arrivals, int& passed) {
 
 __device__ __forceinline__ const Bf16* bf16(const void* pointer) { return static_cast<const Bf16*>(pointer); }
 
-// Computes an output tile of dW_g (which: 0), dW_u (1) or dW_d by neuron (2): these neurons' rows, and columns from
-// `left` on. The tile is the transpose of plane `which` (dz, du or h) times x or dy.
+// Computes an output tile of dW_g (which: 0), dW_u (1) or dW_d by neuron (2): rows of neurons [neuron0, neuron0 +
+// neurons), and columns from `left` on. The tile is the transpose of plane `which` (dz, du or h) times x or dy.
 __device__ __forceinline__ void weight_tile(const RestBackward& p, Tiles& tiles, int which, int left, int neuron0,
                                             int neurons) {
   void* out = which == 0 ? p.dw_gate : which == 1 ? p.dw_up : p.dw_down_t;
@@ -164,7 +164,8 @@ __device__ __forceinline__ void weight_tile(const RestBackward& p, Tiles& tiles,
   }
 }
 
-// Computes an output tile of dx = dz W_g + du W_u: these tokens' rows from `top` on, and columns from `left` on.
+// Computes an output tile of dx = dz W_g + du W_u: rows of tokens [token0, token0 + tokens) from `top` on, and columns
+// from `left` on.
 __device__ __forceinline__ void input_tile(const RestBackward& p, Tiles& tiles, int top, int left, int token0,
                                            int tokens) {
   const int k = p.k, n = p.n;

@@ -83,7 +83,7 @@ struct ClusterCta {
   // row's x and list.
   enum Warp { kPlanning = 0, kCounting = 1, kCopyingX = kWarps - 2, kListing = kWarps - 1 };
 
-  // References to the kernel's shared variables, which are declared one by one rather than in a struct. Then the
+  // References to the kernel's shared variables, which are declared one by one rather than in a struct, so that the
   // compiler knows that a store to one of them does not change the others; with a struct, the loops were compiled to
   // other registers. Arrays of [2] are double buffers: of rows, of parts of lists, or of chunks.
   struct Shared {
@@ -465,8 +465,8 @@ struct ClusterCta {
       load_down(down, list, at);
     }
     prefetch(list, at + kRound, kGated);
-    // For one token, let the next kernel start now. In a decoder, the next kernel is a matrix-vector product. If it
-    // started earlier, its weight loads would be ahead of the loads above; now they queue behind these.
+    // For one token, let the next kernel start now. In a decoder, the next kernel is a matrix-vector product. If that
+    // kernel started earlier, its weight loads would precede the loads above; now its loads queue behind them.
     if (kDealt && a.m == 1) ptx::griddepcontrol_launch_dependents();
     // The listing warp looks up the next unit only after it has issued its loads, because no other warp waits for the
     // result.

@@ -20,7 +20,7 @@ struct RowArguments {
   __nv_bfloat16* y;
 };
 
-constexpr int kMaxGrid = 144;  // number of CTAs, because no sm_90 device has more SMs
+constexpr int kMaxGrid = 144;  // maximum number of CTAs, because no sm_90 device has more SMs
 
 // Lists the nonzeros of a wide segment that are among nonzeros first .. first + size - 1 of the row: nonzero first + i
 // goes to list[i], as a packed word. The segment is that of column tile `tile`, and the row has `before` nonzeros in

@@ -1,5 +1,5 @@
 // How row_cluster reads the packed gate: it lists a row's nonzeros and, for few tokens, computes the counts that
-// gate_pack has left to it.
+// gate_pack leaves to row_cluster.
 #pragma once
 
 #include "row/common.cuh"
@@ -37,7 +37,7 @@ __device__ __forceinline__ void list_at_once(const Packed& packed, int64_t row, 
       };
       put(0, v[0]), put(4, v[1]);
       if (count >= 8) put(8, v[2]), put(12, v[3]);
-#pragma unroll 1  // such segments are rare
+#pragma unroll 1  // segments with 16 or more nonzeros are rare
       for (uint32_t index = 16; index <= count; index += 4) {
         put(index, *reinterpret_cast<const uint4*>(words + word_offset(index, tiles)));
       }

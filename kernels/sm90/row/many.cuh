@@ -255,7 +255,7 @@ struct ManyWarp {
   }
 
   // Called after chunk `chunk` of a row has written its sum. Returns whether this warp is the last of the row's warps.
-  // If so, it has added the chunks' sums in order, written y, and set row_l1 to the sum of the chunks' l1.
+  // If so, the warp has added the chunks' sums in order, written y, and set row_l1 to the sum of the chunks' l1.
   template <class FirstSlot>
   __device__ __forceinline__ bool add_chunks(int64_t row, int chunk, int chunks, int stride, FirstSlot first_slot,
                                              float& row_l1) const {

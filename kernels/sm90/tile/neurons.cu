@@ -143,8 +143,8 @@ __global__ void __launch_bounds__(kRankThreads) rank_kernel(int n, const NeuronP
   for (int i = 0; i < 4; ++i) {
     int rank = __reduce_add_sync(~0u, before[i]);
 #pragma unroll
-    for (int j = i; j < 4; ++j) rank -= mine[j] == mine[i];  // subtract the neuron itself, and equal ones after it in
-                                                             // the same quad
+    for (int j = i; j < 4; ++j) rank -= mine[j] == mine[i];  // subtract the neuron itself, and equally frequent
+                                                             // neurons after it in the same quad
     if (lane == 0) {
       out.ranks[4 * quad + i] = rank;
       out.neurons[rank] = 4 * quad + i;
@@ -411,8 +411,8 @@ __global__ void __launch_bounds__(kPlanThreads, 2)
   if (threadIdx.x == 0) starts[2 * per_half + 1] = so_far;
 }
 
-// Replaces what `count` wrote to `at` and `mask` wrote to `places` by each nonzero's index in the lists by neuron, and
-// by its place.
+// Overwrites `at` (written by `count`) with each nonzero's index in the lists by neuron, and `places` (written by
+// `mask`) with its place.
 __global__ void __launch_bounds__(kPlanThreads, 2)
     place_kernel(const TilePlan plan, int column_tiles, int halves, const NeuronPlan out) {
   extern __shared__ uint32_t parts[];  // [halves][kParts] the index in the lists by neuron where this token tile's

@@ -153,8 +153,7 @@ __device__ __forceinline__ void order_tiles(const Packed& packed, int64_t m, con
   }
 }
 
-// The work of one CTA, which plans one token tile. All threads call the methods, in the order in which they are
-// written.
+// The work of one CTA, which plans one token tile. All threads must call the methods in the order of their definition.
 template <int kPlanThreads>
 struct TilePlanner {
   static constexpr int kPlanWarps = kPlanThreads / 32;
@@ -394,8 +393,8 @@ __global__ void __launch_bounds__(kPlanThreads, 2048 / kPlanThreads)
     tile_plan_kernel(const Packed packed, int64_t m, int64_t n, const TilePlan plan) {
   using Planner = TilePlanner<kPlanThreads>;
   extern __shared__ uint32_t dynamic[];
-  // The shared variables are declared one by one rather than in a struct. Then the compiler knows that a store to one
-  // of them does not change the others.
+  // The shared variables are declared one by one rather than in a struct, so that the compiler knows that a store to
+  // one of them does not change the others.
   __shared__ Row rows_of[Planner::kPlanWarps][Planner::kRows];
   __shared__ uint32_t warp_sums[Planner::kPlanWarps];
   __shared__ uint2 slots_of[Planner::kPlanWarps];

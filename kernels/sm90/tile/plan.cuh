@@ -87,7 +87,7 @@ struct Item {
   __device__ __forceinline__ bool exists() const { return tile.index >= 0; }
 };
 
-// The code of the item after the last one, which does not exist.
+// The code that marks the end of the items.
 __device__ __forceinline__ int4 no_item() { return {-1, 0, 0, 0}; }
 
 __device__ __forceinline__ int4 item_code(const Tile& tile, int index) {

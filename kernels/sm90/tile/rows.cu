@@ -1,7 +1,7 @@
 // pack_rows: copies each token's nonzeros out of the segments of the packed gate, so that they are contiguous. A warp
 // copies one row. Each lane copies one segment at a time, except that all lanes together copy a wide segment.
 //
-// A long row (more than kRowCapacity nonzeros) is stored behind all other rows. The 512 words that every row has then
+// A long row (more than kRowCapacity nonzeros) is stored after all other rows. The 512 words that every row has then
 // contain the long row's first 511 nonzeros and, in the last word, the index in plan.rows where the whole row starts.
 // Long rows reserve their memory by adding to totals[kLongWords]. A long row for which no memory is left is not
 // written; then tile_plan finds that this total exceeds long_capacity, and leaves the whole call to the overflow path.

@@ -11,7 +11,7 @@
 //                 products to shared memory as bf16. It also looks up the rows of the next item for the producer.
 //   ItemEpilogue  every consumer thread: processes every 128th nonzero of its half, whose product it reads from shared
 //                 memory
-//   drawing thread  the first consumer thread: from the third round on, it draws the items from a counter
+//   drawing thread  the first consumer thread: from the third round on, it claims items from a counter
 //
 // Arrays that should stay in registers are locals of a function and are passed by reference; no role has one as a
 // member. If a struct had an array next to scalars, all members would stay in local memory until the loops over the
@@ -56,7 +56,7 @@ struct Outputs {
   uint16_t* ups;
   float* l1_partials;
   float* l1;
-  int32_t* tickets;  // [2] CTAs that are done, items that have been drawn
+  int32_t* tickets;  // [2] CTAs that are done, items that are claimed
   Gradient gradient;
 };
 static_assert(kNextItem == kUpTickets + 1, "tile_up's two tickets must be adjacent in the totals");
@@ -315,9 +315,9 @@ struct ItemEpilogue {
   }
 };
 
-// Consumer warp `warp` of eight. The first two items of a CTA are dealt by a fixed rule, and all later items are drawn,
-// so that a CTA that finishes earlier, for example because its SM is nearer to L2, takes more items. If nothing is
-// multiplied (kL1), all items are dealt.
+// Consumer warp `warp` of eight. The first two items of a CTA are dealt by a fixed rule, and all later items are
+// claimed, so that a CTA that finishes earlier, for example because its SM is nearer to L2, takes more items. If
+// nothing is multiplied (kL1), all items are dealt.
 template <Epilogue kEpilogue>
 struct Consumer {
   using ThisEpilogue = ItemEpilogue<kEpilogue>;
@@ -327,7 +327,7 @@ struct Consumer {
   int warp, half;
   uint32_t lane;
   uint32_t product;  // shared address of this half's products
-  bool draws;        // this is the drawing thread
+  bool draws;        // whether this is the drawing thread
   RingOf<kUpStages> ring;
   uint32_t (&rows)[2];  // the entries of the next item's row list that this lane looks up, for up to 48 rows per warp
   int4 code, next;      // `code`: the current item, then the next one; `next`: the item after `code`
@@ -435,7 +435,7 @@ struct Consumer {
     for (int b = 0; b <= kItemBlocks; ++b) next_bounds[b] = blocks == 0 ? 0 : starts[min(b, blocks)];
   }
 
-  // Publishes the item that was drawn for two rounds later, by overwriting this round's item. Overwriting is safe,
+  // Publishes the item that was claimed for two rounds later, by overwriting this round's item. Overwriting is safe,
   // because every reader has read this round's item before this warpgroup gets the round's last stage.
   __device__ __forceinline__ void publish_draw(int round) {
     if (!draws) return;

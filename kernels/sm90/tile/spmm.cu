@@ -97,8 +97,8 @@ struct Rounds {
 template <int kSources>
 struct Producer {
   // This thread's slots of two blocks, and where its consumer's pieces of the list start. These loads are issued while
-  // the previous two blocks are copied, so that they have arrived in time. They may read one block beyond the last:
-  // slots and starts have memory for an even number of blocks.
+  // the previous two blocks are copied, so that they have arrived in time. The loads may read one block beyond the
+  // last: slots and starts have memory for an even number of blocks.
   struct Known {
     uint2 slots[2];
     uint32_t starts[3];

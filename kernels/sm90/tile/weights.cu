@@ -11,8 +11,8 @@
 //                   its own 16 rows of the other operand (tile_operands), without a barrier among the four warps. This
 //                   relies on a warp's share of a WGMMA reading only the rows of its own accumulators. PTX does not
 //                   promise that; a test that compares every bit would notice if it were not so.
-//   drawing thread  the first producer thread draws all units, including the first ones, so that no unit waits for a
-//                   CTA that is not yet running. It draws the next unit late in the current unit, so that the next
+//   drawing thread  the first producer thread claims all units, including the first ones, so that no unit waits for a
+//                   CTA that is not yet running. It claims the next unit late in the current unit, so that the next
 //                   unit goes to the CTA that finishes first.
 //
 // A consumer stores its sums before it skips the remaining blocks, which only the other half needs, so that the other
@@ -33,9 +33,9 @@ namespace {
 constexpr uint32_t kWarpBytes = kHalfBytes / 4;  // 16 rows of an operand tile
 constexpr int kOperands = 4;                     // operand tiles in flight per consumer
 constexpr int kRowStages = 5;                    // stages of B
-constexpr uint32_t kPlaces = 4;                  // slots for drawn units: the unit of round r is in slot r % 4
-constexpr int kDrawAhead = 6;                    // the next unit is drawn this many blocks before the current unit ends
-constexpr int kTicketBlocks = 2;                 // the drawn ticket is read this many blocks after the draw, when it
+constexpr uint32_t kPlaces = 4;                  // slots for claimed units: the unit of round r is in slot r % 4
+constexpr int kDrawAhead = 6;                    // the next unit is claimed this many blocks before the end of this one
+constexpr int kTicketBlocks = 2;                 // the ticket is read this many blocks after its request, when it
                                                  // has arrived
 static_assert(kTicketBlocks < kRowStages, "kTicketBlocks must be below kRowStages, or both roles could deadlock");
 
@@ -52,7 +52,7 @@ struct alignas(16) Unit {
 };
 
 struct Shared {
-  Unit units[kPlaces];      // consumers read these again where they need them, because they have no registers left
+  Unit units[kPlaces];      // consumers read a unit again where they need it, because no registers are left
   uint64_t drawn[kPlaces];  // barrier: the unit has been written
   uint64_t left[kPlaces];   // barrier: all warps are done with the unit, so the slot may be overwritten
   uint64_t full[kRowStages];
@@ -117,7 +117,7 @@ __device__ __forceinline__ int64_t slots_per_tile(const WeightGradient& a) {
 // The role of the producer warps: claim units of work, and copy the rows that each unit needs.
 template <bool kPaired>
 struct Producer {
-  // What to copy for a unit: blocks [first, last) of a tile's slots. The next unit is drawn before block `draw`.
+  // What to copy for a unit: blocks [first, last) of a tile's slots. The next unit is claimed before block `draw`.
   struct Range {
     int column, tile, first, last, draw;
   };
@@ -171,16 +171,16 @@ struct Producer {
     }
   }
 
-  // Draws a ticket. At the end, every CTA draws one ticket for which there is no unit. The last of these draws is the
-  // last draw of all, and resets the counter: with 10 units and 3 CTAs, the counter goes from 0 to 12, and the 13th
-  // draw sets it to 0.
+  // Claims a ticket. At the end, every CTA claims one ticket for which there is no unit. The last of these claims is
+  // the last of all, and resets the counter: with 10 units and 3 CTAs, the counter goes from 0 to 12, and the 13th
+  // claim resets it to 0.
   __device__ __forceinline__ void draw() {
     unsigned int* counter = reinterpret_cast<unsigned int*>(a.tickets + kSplitUnits * 4);
     if (threadIdx.x == kDrawingThread) ticket = static_cast<int>(atomicInc(counter, count + gridDim.x - 1));
   }
 
-  // Publishes to all warps the unit that the drawing thread has drawn for a round. All threads wait for the slot to be
-  // free, although only one writes it: if only one thread looped, the compiler would no longer keep the stage in a
+  // Publishes to all warps the unit that the drawing thread has claimed for a round. All threads wait for the slot to
+  // be free, although only one writes it: if only one thread looped, the compiler would no longer keep the stage in a
   // uniform register.
   __device__ __forceinline__ void publish(uint32_t round) {
     ptx::mbarrier_wait(ptx::smem_address(memory.shared.left + round % kPlaces), (round / kPlaces & 1) ^ 1);
@@ -205,8 +205,8 @@ struct Producer {
     const int steps = piece.tile.needed(kPaired ? unit.half : 0, piece.first, piece.last, from);
     if constexpr (kPaired) range.first = from, range.last = from + steps;
     // The first consumer waits for the next unit as soon as it has multiplied its last block, before it skips (and so
-    // releases) the blocks that only the second half needs. So the draw must come before that block: otherwise the
-    // producer would wait for stages, and the first consumer for the draw, forever.
+    // releases) the blocks that only the second half needs. So the unit must be claimed before that block: otherwise
+    // the producer would wait for stages, and the first consumer for the unit, forever.
     range.draw = max(range.first, (steps == 0 ? range.last : from + steps) - kDrawAhead);
     return range;
   }
