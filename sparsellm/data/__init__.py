@@ -1,4 +1,4 @@
-"""Corpus -> tokens -> blocks -> batches."""
+"""Turns a corpus into tokens, tokens into blocks, and blocks into training batches."""
 
 from sparsellm.data.errors import DataError
 from sparsellm.data.manifest import Manifest

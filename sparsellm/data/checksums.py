@@ -1,6 +1,6 @@
 """Checksums of large files, cached so that unchanged files are not read again.
 
-    verified.json       in a folder of prepared tokens: each file's size and times when it was read, and its xxh3
+    verified.json       in a folder of prepared tokens: for each file, its xxh3, and its size and times when it was read
 
 A file with the same size, modification time and change time (which every write updates) is not read again. If
 verified.json is missing or damaged, for example after a copy to another disk, all files are read.
@@ -21,14 +21,14 @@ from tqdm import tqdm
 from sparsellm.system.files import read_sealed, write_sealed
 
 VERIFIED = "verified.json"
-THREADS, PIECE = 8, 1 << 24  # a network file system serves several readers faster than one
+THREADS, PIECE = 8, 1 << 24  # several readers, because a network file system serves them faster than one
 ENDS = 1 << 20  # bytes at either end of a file
-# In ns. File times have a resolution of at most 10 ms, or of 2 s on file systems that store whole seconds.
+# In ns. The resolution of file times is 10 ms or finer, or 2 s on file systems that store whole seconds.
 TICK, COARSE_TICK, SECOND = 20_000_000, 2_000_000_000, 1_000_000_000
 
 
 class Stamp(NamedTuple):
-    """Size and times of a file; every write changes them."""
+    """A file's size and times, at least one of which changes with every write."""
 
     bytes: int
     mtime_ns: int
@@ -36,7 +36,7 @@ class Stamp(NamedTuple):
 
     @property
     def settled_ns(self) -> int:
-        """The time from which a further write gets a different stamp."""
+        """The time from which on any further write results in a different stamp."""
         coarse = self.mtime_ns % SECOND == 0 or self.ctime_ns % SECOND == 0
         return max(self.mtime_ns, self.ctime_ns) + (COARSE_TICK if coarse else TICK)
 
@@ -51,7 +51,7 @@ def stamp(path: Path) -> Stamp | None:
 
 
 def digest_of(path: Path, size: int, bar: tqdm | None = None) -> xxhash.xxh3_64:
-    """The xxh3 of the first `size` bytes of `path`, which can be updated with further bytes."""
+    """The xxh3 hash object of the first `size` bytes of `path`; may be updated with further bytes."""
     digest = xxhash.xxh3_64()
     with path.open("rb") as file:
         for piece in _pieces(file.fileno(), size):
@@ -71,7 +71,7 @@ def digest_of_ends(path: Path, _size: int = 0, _bar: tqdm | None = None) -> xxha
 
 
 def _pieces(descriptor: int, size: int) -> Iterator[bytes]:
-    """The first `size` bytes of a file, in order; large files are read by several threads."""
+    """The first `size` bytes of a file, in order. Several threads read a large file."""
     if size <= PIECE:
         yield os.pread(descriptor, size, 0)
         return
@@ -106,7 +106,8 @@ class Verified:
     def checksum(
         self, key: str, path: Path, bar: tqdm | None = None, digest: Callable[..., xxhash.xxh3_64] | None = None
     ) -> str:
-        """The `digest` (by default that of all bytes) of the file `path`, stored under `key`. Raises OSError."""
+        """The `digest` of the file `path` (default: over all bytes), stored under `key`. Raises OSError if the file
+        cannot be read."""
         if self.is_known(key, path):
             return self._marks[key][1]
         before = stamp(path)
@@ -130,4 +131,4 @@ class Verified:
 
 
 class _Unusable(Exception):
-    """verified.json is damaged, which only costs time."""
+    """verified.json is damaged, so files are read again."""

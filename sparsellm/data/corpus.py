@@ -4,8 +4,8 @@ Hub files and local files are read as streams: nothing is downloaded before it i
 its commit. In parquet and jsonl a row is a document; a text file is one document.
 
 A position is `{"file", "document"}`, both counted from 0. Reading resumes from it exactly, by skipping the file's
-earlier documents. (The library's own `state_dict` costs the same, and describes the same position differently after a
-resume.) shares.py decides which files preparation reads, and how much of each.
+earlier documents. (The `state_dict` of `datasets` costs the same, and describes the same position differently after
+a resume.) shares.py decides which files preparation reads, and how much of each.
 
 The embedded corpus is the documentation of Python's standard library: `pydoc_data.topics` and the docstrings of its
 modules, parsed and never imported.
@@ -39,9 +39,9 @@ from sparsellm.system.errors import one_line
 Position = dict[str, Any]  # "file", "document", and in a pass (shares.py) "estimate"
 Files = dict[str, int | None]  # path or address -> bytes; None: unknown, for hub files
 
-# Documents are tokenized in chunks: about a million tokens keep every core busy and take about 150 MB.
+# Documents are tokenized in chunks of about a million tokens, which keep every core busy and take about 150 MB.
 CHUNK_CHARACTERS = 4_000_000
-MANY_FILES = 1_000  # from this many files on, files have a progress bar too, because each may have few tokens
+MANY_FILES = 1_000  # with at least this many files, a second progress bar counts files
 NOT_DOCUMENTATION = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 START: Position = {"file": 0, "document": 0}
@@ -52,7 +52,7 @@ class Document(NamedTuple):
     licence: str | None
     file: int
     number: int
-    fault: str | None = None  # why the record cannot be read; text is then empty
+    fault: str | None = None  # why the record cannot be read; `text` is then empty
     end: bool = False  # not a document, but the end of a file that has `number` documents
     estimate: tuple[float, ...] | None = None  # shares.Estimate
 
@@ -65,9 +65,9 @@ class Document(NamedTuple):
 
 
 def local_files(patterns: Sequence[str], start: Path = Path()) -> tuple[Files, list[str]]:
-    """The files that match `patterns` (relative to `start`), sorted, with their sizes; and mistakes in the patterns.
+    """The files that match `patterns` (relative to `start`), sorted, with their sizes; and error messages for patterns.
 
-    The name of an existing file matches that file, even if it contains brackets.
+    A pattern that is the name of an existing file matches that file, even if the name contains brackets.
     """
     files: Files = {}
     mistakes = []
@@ -122,7 +122,7 @@ def _ends(name: str) -> str:
 
 
 def find_files(data: DataConfig) -> Files:
-    """The files of `data` in reading order; with source=hub, the hub is asked for them. Raises DataError if none are
+    """The files of `data` in reading order. With source=hub, queries the hub for them. Raises DataError if none are
     found."""
     if data.source == Source.files:
         files, mistakes = local_files(data.files)
@@ -152,7 +152,7 @@ def find_files(data: DataConfig) -> Files:
 
 
 def with_sizes(files: Files) -> Files:
-    """`files` with the sizes of hub files, from one listing of each folder. Raises DataError."""
+    """`files` with the sizes of hub files, from one listing per folder. Raises DataError if the hub does not answer."""
     import fsspec
 
     def size(file: str) -> int:
@@ -168,7 +168,8 @@ def with_sizes(files: Files) -> Files:
 
 
 def require_hub(data: DataConfig) -> None:
-    """Raises DataError if the documents of `data` are on the hub and the hub does not answer; they are not cached."""
+    """Raises DataError if the documents of `data` are on the hub (which are never cached) and the hub does not
+    answer."""
     if (
         data.source == Source.hub
         and data.dataset is not None
@@ -182,7 +183,7 @@ def require_hub(data: DataConfig) -> None:
 
 
 def card_licence(dataset: str) -> str | None:
-    """The licence in the card of a hub data set or of a local copy; None without a card, and if it cannot be read."""
+    """The licence in the card of a hub data set, or of a local copy; None if there is no readable card."""
     local_card = Path(dataset) / "README.md"
     try:
         licence = DatasetCard.load(local_card if local_card.is_file() else dataset).data.get("license")
@@ -194,7 +195,7 @@ def card_licence(dataset: str) -> str | None:
 def read(
     files: Sequence[str], text_column: str, position: Position = START, skip_bad_records: bool = False
 ) -> Iterator[Document]:
-    """The documents of `files` from `position` on, one file after the other."""
+    """The documents in `files` from `position` on, one file after the other."""
     for index in range(position["file"], len(files)):
         skip = position["document"] if index == position["file"] else 0
         yield from documents(files[index], index, text_column, skip_bad_records, skip=skip)
@@ -203,9 +204,9 @@ def read(
 def documents(
     file: str, index: int, text_column: str, skip_bad_records: bool, seed: int | None = None, skip: int = 0
 ) -> Iterator[Document]:
-    """The documents of `file`, which is number `index`, without the first `skip`. `seed` shuffles its blocks (rows.py).
+    """The documents in `file` after the first `skip`. `index`: the file's number. `seed` shuffles its blocks (rows.py).
 
-    An unreadable record raises DataError, or with `skip_bad_records` is a document without text and with a fault.
+    An unreadable record raises DataError; with `skip_bad_records`, it becomes a document with a fault and no text.
     """
     number, faults = skip, 0
     for number, (text, licence, fault) in enumerate(rows(file, text_column, seed, skip), start=skip + 1):
@@ -225,7 +226,7 @@ def documents(
 
 
 def counted(documents: Iterator[Document], files: int) -> Iterator[Document]:
-    """`documents`, with a progress bar over files that appears after a few seconds."""
+    """Yields `documents`, with a progress bar that counts files and appears after a few seconds."""
     with tqdm(total=files, desc="reading", unit=" files", delay=5, leave=False, disable=files < MANY_FILES) as bar:
         for document in documents:
             if document.file >= bar.n:
@@ -234,7 +235,7 @@ def counted(documents: Iterator[Document], files: int) -> Iterator[Document]:
 
 
 def from_texts(texts: Sequence[str], position: Position = START) -> Iterator[Document]:
-    """Documents from texts in memory."""
+    """Documents from strings in memory."""
     for number in range(position["document"], len(texts)):
         yield Document(texts[number], None, 0, number)
 
@@ -254,8 +255,8 @@ def chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 def is_held_out(text: str, fraction: float) -> bool:
-    """Whether a document belongs to the validation split. Depends only on its content, so every copy, on every machine
-    and in any order, is in the same split."""
+    """Whether the document `text` belongs to the validation split. Depends only on its content, so every copy, on every
+    machine and in any order, is in the same split."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < fraction * 2**64
 
@@ -268,7 +269,7 @@ def stdlib_docs() -> tuple[list[str], int]:
     return _stdlib_docs(Path(sysconfig.get_path("stdlib")))
 
 
-@cache  # preparation uses it twice
+@cache  # preparation calls this function twice
 def _stdlib_docs(root: Path) -> tuple[list[str], int]:
     topics = root / "pydoc_data" / "topics.py"
     if not topics.is_file():

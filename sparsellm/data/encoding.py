@@ -1,7 +1,7 @@
 """Tokenizes chunks of documents on all cores, in order.
 
-A short text is encoded in this process, by the tokenizer's threads. Longer text is distributed over one process per
-core, chunk by chunk, so that Python's per-document work runs in parallel and overlaps with reading. The tokens are the
+A small corpus is encoded in this process, by the tokenizer's threads. The chunks of a larger one are distributed over
+one process per core, so that Python's per-document work runs in parallel and overlaps with reading. The tokens are the
 same.
 """
 
@@ -31,20 +31,20 @@ FEWER = "run the same command again to continue; with fewer cores (taskset -c 0-
 
 
 class Encoded(NamedTuple):
-    """The documents of a chunk that have text, in order."""
+    """A chunk's documents that have text, in order."""
 
-    tokens: list[np.ndarray]  # ids of each document
+    tokens: list[np.ndarray]  # token ids, one array per document
     held_out: list[bool]
 
 
 class Chunk(NamedTuple):
     documents: list[Document]
     encoded: Encoded
-    at_rest: bool  # whether to sync to disk: after as many chunks as there are processes, and at the end
+    at_rest: bool  # whether to sync to disk now: once per as many chunks as there are processes, and at the end
 
 
 def encode(vocabulary: Vocabulary, texts: list[str], fraction: float, dtype: str) -> Encoded:
-    """Encode `texts`. `fraction`: fraction of documents held out. `dtype`: dtype of the ids."""
+    """Encode the documents `texts`. `fraction`: fraction of documents held out. `dtype`: dtype of the token ids."""
     ids = [np.array(document, dtype) for document in tokenizer.encode(vocabulary, texts)]
     return Encoded(ids, [corpus.is_held_out(text, fraction) for text in texts])
 
@@ -52,8 +52,8 @@ def encode(vocabulary: Vocabulary, texts: list[str], fraction: float, dtype: str
 def encoded(
     chunks: Iterator[list[Document]], vocabulary: Vocabulary, fraction: float, dtype: str
 ) -> Generator[Chunk, None, None]:
-    """`chunks` with their tokens. An exception from reading is raised after the preceding chunks. Close the iterator
-    when done."""
+    """Yields `chunks` with their tokens. If reading raises an exception, the preceding chunks come first. Close the
+    iterator when done."""
     characters = 0
     for documents in chunks:
         texts = _texts(documents)
@@ -96,7 +96,7 @@ def _by_processes(
 
 
 def _submit(executor: ProcessPoolExecutor, texts: list[str]) -> Future[Encoded]:
-    """Submit the texts of a chunk. The first call also starts the processes."""
+    """Submit a chunk's documents, `texts`. The first call also starts the processes."""
     before = set(multiprocessing.active_children())
     try:
         return executor.submit(_encode, texts)
@@ -122,7 +122,7 @@ def _texts(documents: list[Document]) -> list[str]:
     return [document.text for document in documents if document.text]
 
 
-# Runs in the tokenizing processes.
+# The code below runs in the tokenizing processes.
 
 _given: tuple[Vocabulary, float, str]
 
@@ -130,7 +130,7 @@ _given: tuple[Vocabulary, float, str]
 def _begin(*given: object) -> None:
     global _given
     end_with_parent(signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the writing one ends the others
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent ends the others
     os.environ[PARALLELISM] = "false"
     _given = given  # type: ignore[assignment]
 

@@ -1,4 +1,4 @@
-"""Exceptions of this package."""
+"""Exceptions that sparsellm.data raises."""
 
 from sparsellm.system.errors import SparsellmError
 
@@ -9,4 +9,4 @@ class DataError(SparsellmError, ValueError):
 
 
 class ProcessesFailed(DataError):
-    """The processes that work on the data cannot start, or died. The data itself is fine."""
+    """Data-processing workers could not start, or died. The data itself is fine."""

@@ -8,19 +8,19 @@
     validation.tokens, validation.documents
     manifest.json           this file's `Manifest`; written last, so its presence means that the rest is complete.
                             While tokens are added, files are longer than it says; the excess is not read
-    progress.json           the same during preparation, with the checksums of what is written so far
+    progress.json           the `Manifest` during preparation, with the checksums of what is written so far
     verified.json           which files were read and verified (checksums.py); may be missing
     lock                    held by the process that prepares
 
-Both manifests contain their own checksum (sparsellm.system.files). Their counts are compared with the files: every file
-and number that training relies on is verified in two places, or refused.
+manifest.json and progress.json contain their own checksums (sparsellm.system.files). Their counts are compared with the
+files, so every file and number that training relies on is verified twice.
 
-Block n of a stream is its tokens [n T, n T + T] inclusive, so blocks overlap by one token and any length T works.
+Block n of a stream consists of tokens n T to n T + T inclusive, so blocks overlap by one token and any length T works.
 
-Whole documents are held out, chosen by content (corpus.is_held_out). If they are too few, as in a single text file, the
-manifest says `cut`: the training documents followed by the held-out ones form one stream, whose last tokens are the
-validation split and the rest the training split. No token is in both; the document at the cut is counted in both
-splits.
+Whole documents are held out, chosen by content (corpus.is_held_out). If too few are held out, as in a single text file,
+the manifest says `cut`: the training documents followed by the held-out ones form one stream, whose last tokens are the
+validation split and whose other tokens are the training split. No token is in both; the document at the cut is counted
+in both splits.
 """
 
 from collections.abc import Iterable
@@ -40,12 +40,12 @@ VERSION = 2  # version of the layout above
 SPLITS = ("train", "validation")
 FILES = [f"{split}.{kind}" for split in SPLITS for kind in ("tokens", "documents")]
 DOCUMENT_DTYPE, DOCUMENT_BYTES = "<i8", 8
-# A loss over two blocks is mostly noise. So a corpus that is read to its end, or is a single file, holds out at least
-# this many blocks, or this fraction of its text if that is less. Where more text is left, whole documents of all files
-# are the better sample: a cut would hold out the last file alone.
+# A loss over two blocks is mostly noise. So if a corpus is read to its end, or is a single file, at least this many
+# blocks are held out, or this fraction of its text if that is less. If a corpus has more text, whole documents from all
+# files are the better sample: a cut would hold out the last file alone.
 LEAST_BLOCKS, LEAST_FRACTION = 50, 0.05
 # Whole documents are held out at random, so they may have fewer tokens than this minimum by chance. This fraction of
-# the minimum is accepted; if they have less, the end of the text is held out instead.
+# the minimum is accepted; below this fraction, the end of the text is held out instead.
 NEARLY = 0.9
 
 
@@ -61,7 +61,7 @@ class Split:
 
 @dataclass
 class Manifest:
-    recipe: dict[str, Any]  # configuration that decides the tokens: see `Request.recipe`
+    recipe: dict[str, Any]  # configuration keys that determine the tokens: see `Request.recipe`
     source_files: dict[str, int | None]  # in reading order, see corpus.Files
     tokenizer_hash: str  # tokenizer.digest of tokenizer/
     vocab_size: int
@@ -77,25 +77,26 @@ class Manifest:
     bad_records: int = 0  # skipped with data.skip_bad_records
     empty_files: int = 0  # skipped because they have no documents
     unparsable_modules: int = 0  # modules of the standard library that could not be parsed
-    tokenizer_characters: int | None = None  # characters at the start of the text on which a tokenizer was trained
+    tokenizer_characters: int | None = None  # how many characters of text a tokenizer was trained on; None: not trained
     position: dict[str, Any] = field(default_factory=lambda: {"file": 0, "document": 0})  # after the last document read
-    # How the files share the tokens (shares.py). None: files are read in order, completely, as before 0.1.0.
-    seed: int | None = None  # shuffles the blocks of each file
-    goals: list[int] = field(default_factory=list)  # training tokens asked for so far, in ascending order
+    # How many tokens each file contributes (shares.py). seed=None: files are read completely, in order (before 0.1.0).
+    seed: int | None = None  # seed for shuffling each file's blocks
+    goals: list[int] = field(default_factory=list)  # training tokens requested so far, in ascending order
     targets: dict[str, int] = field(default_factory=dict)  # current pass: training tokens after each file
     # file -> documents and training tokens taken from the file, and whether the whole file was read
     taken: dict[str, dict[str, int]] = field(default_factory=dict)
-    # In progress.json: counts and position before the first document of the current file, whose documents can be rolled
-    # back. None if the file has no document yet, or has some from an earlier pass or in a finished folder.
+    # In progress.json: counts and position before the current file's first document, so that its documents can be
+    # rolled back. None if no document of the file is used yet, or some were used in an earlier pass or a finished
+    # folder.
     begun: dict[str, Any] | None = None
     exhausted: bool = False  # the source has no more documents
     cut: bool = False  # the end of the stream is held out, because it has too few documents to hold out whole ones
-    # Minimum of held-out blocks: LEAST_BLOCKS while a folder is prepared; 1 in folders prepared before this minimum
-    # existed, and in finished folders to which it did not apply, because applying it to their extensions could hold out
-    # tokens that runs have trained on.
+    # Minimum number of held-out blocks: LEAST_BLOCKS while a folder is prepared; 1 in folders prepared before this
+    # minimum existed, and in finished folders to which the minimum did not apply, because applying it when they are
+    # extended could hold out tokens that runs have trained on.
     least_blocks: int = 1
-    # This preparation extends a finished folder. Runs may have trained on its tokens, so `sequence_length` stays the
-    # same: then a cut moves only towards the end, and no token that was trained on is held out later.
+    # Whether this preparation extends a finished folder. Runs may have trained on its tokens, so `sequence_length` must
+    # not change: then a cut only moves towards the end, and no token that was trained on is held out later.
     extends: bool = False
     files: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> bytes and xxh3 of what was written so far
     version: int = VERSION
@@ -119,18 +120,19 @@ def blocks(tokens: int, sequence_length: int) -> int:
 
 
 def splits_to_fill(manifest: Manifest) -> list[Split]:
-    """The splits that need a block: all, or only the training split if nothing is held out."""
+    """The splits that need at least one block: both, or only the training split if nothing is held out."""
     return [manifest.train, manifest.validation] if _fraction(manifest) > 0 else [manifest.train]
 
 
 def least_blocks(manifest: Manifest) -> int:
-    """The minimum of held-out blocks that applies to the text so far."""
+    """The minimum number of held-out blocks for the text read so far."""
     return manifest.least_blocks if manifest.exhausted or len(manifest.source_files) <= 1 else 1
 
 
 def tokens_to_cut(manifest: Manifest) -> int:
-    """The number of tokens to hold out at the end of the stream, if whole documents leave a split too small, otherwise
-    0. It is the requested fraction, at least one block, and at least `least_blocks` or LEAST_FRACTION."""
+    """The number of tokens to hold out at the end of the stream, if holding out whole documents leaves a split too
+    small; otherwise 0. The requested fraction, but at least one block, and at least `least_blocks` or
+    LEAST_FRACTION."""
     block = manifest.sequence_length + 1
     least = min(least_blocks(manifest) * manifest.sequence_length + 1, int(LEAST_FRACTION * manifest.tokens))
     enough = manifest.train.tokens >= block and manifest.validation.tokens >= max(block, NEARLY * least)
@@ -140,20 +142,20 @@ def tokens_to_cut(manifest: Manifest) -> int:
 
 
 def tokens_left(manifest: Manifest) -> int:
-    """The number of training tokens, even after a cut."""
+    """The number of training tokens that remain after a cut, if the stream has to be cut."""
     return min(manifest.train.tokens, manifest.tokens - tokens_to_cut(manifest))
 
 
 def is_enough(manifest: Manifest, limit: int | None) -> bool:
-    """Whether there are `limit` training tokens, even after a cut, or no more text."""
+    """Whether there are `limit` training tokens, even after a cut, or there is no more text."""
     return manifest.exhausted or (
         limit is not None and manifest.train.tokens >= limit and tokens_left(manifest) >= limit
     )
 
 
 def longest_sequence(manifest: Manifest) -> int:
-    """The largest sequence length at which every split that needs a block has one, after a cut; below
-    SHORTEST_SEQUENCE if there is none."""
+    """The largest sequence length at which, after a cut, every split that needs a block has one; below
+    SHORTEST_SEQUENCE if there is no such length."""
     total = manifest.tokens
     return min(total // len(splits_to_fill(manifest)), total - int(_fraction(manifest) * total)) - 1
 
@@ -181,12 +183,12 @@ def read(folder: Path, name: str = "manifest.json") -> Manifest | None:
 
 
 def write(manifest: Manifest, folder: Path, name: str) -> None:
-    """Write `manifest` to `folder` atomically; it is synced to disk when this returns."""
+    """Write `manifest` to the file `name` in `folder`, atomically, and sync it to disk."""
     write_sealed(folder / name, asdict(manifest))
 
 
 def tokenizer_names(manifest: Manifest) -> list[str]:
-    """The tokenizer's files in `manifest`."""
+    """The names of the tokenizer's files listed in `manifest`."""
     return [name for name in manifest.files if name.startswith("tokenizer/")]
 
 
@@ -195,12 +197,12 @@ def checksums_of_tokenizer(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def checksums(folder: Path, names: Iterable[str], verified: Verified | None = None) -> dict[str, dict[str, Any]]:
-    """Bytes and xxh3 of the files `names` of `folder`. `verified`: a cache of known checksums."""
+    """Size and xxh3 of the files `names` in `folder`. `verified`: a cache of known checksums."""
     return _checksums(folder, {name: (folder / name).stat().st_size for name in names}, verified)
 
 
 def _checksums(folder: Path, sizes: dict[str, int], verified: Verified | None) -> dict[str, dict[str, Any]]:
-    """Bytes and xxh3 of the first `sizes` bytes of each file."""
+    """Size and xxh3 of the first `sizes[name]` bytes of each file."""
     known = {name for name in sizes if verified is not None and verified.is_known(name, folder / name)}
     unknown = sum(size for name, size in sizes.items() if name not in known)
     # The bar appears only if reading takes long: 1 GB takes a second or two.
@@ -218,8 +220,8 @@ def _digest(name: str, path: Path, size: int, verified: Verified | None, bar: tq
 
 
 def size_mistakes(manifest: Manifest, folder: Path) -> list[str]:
-    """Files of `manifest` that are missing from `folder` or have the wrong size, and counts that do not match the
-    sizes."""
+    """Error messages for files in `manifest` that are missing from `folder` or have the wrong size, and for counts that
+    do not match the sizes."""
     found = []
     for name, expected in manifest.files.items():
         path = folder / name
@@ -256,7 +258,7 @@ def _count_mistakes(manifest: Manifest, folder: Path) -> list[str]:
 
 
 def _tokenizer_mistakes(manifest: Manifest, folder: Path) -> list[str]:
-    """Mistakes if `manifest` disagrees with the files in tokenizer/."""
+    """Error messages if `manifest` disagrees with the files in tokenizer/."""
     file = folder / "tokenizer" / "tokenizer.json"
     vocabulary = tokenizer.load(str(file), "data.path")
     return [
@@ -272,8 +274,8 @@ def _tokenizer_mistakes(manifest: Manifest, folder: Path) -> list[str]:
 
 
 def verify(manifest: Manifest, folder: Path, names: list[str] | None = None, verified: Verified | None = None) -> None:
-    """Verify a finished `folder`, or only `names`: checksums, counts and tokenizer. Raises DataError that lists what is
-    missing or changed. `verified`: see `compare`."""
+    """Verify checksums, counts and tokenizer of a finished `folder`, or only the checksums of `names`. Raises DataError
+    that lists what is missing or changed. `verified`: see `compare`."""
     if found := size_mistakes(manifest, folder):
         raise DataError("; ".join(found))
     compare(manifest, folder, list(manifest.files) if names is None else names, verified)
@@ -282,9 +284,9 @@ def verify(manifest: Manifest, folder: Path, names: list[str] | None = None, ver
 
 
 def compare(manifest: Manifest, folder: Path, names: list[str], verified: Verified | None = None) -> None:
-    """Compare the checksums of `names` with those in `manifest`.
+    """Compare the checksums of the files `names` with those in `manifest`. Raises DataError if a file differs.
 
-    `verified`: a cache; files that it knows are not read, and files that are read are added to it.
+    `verified`: a cache of checksums; cached files are not read, and files that are read are added to the cache.
     """
     if missing := [name for name in names if not (folder / name).is_file()]:
         raise DataError("; ".join(f"{folder / name} is missing: {_again(folder)}" for name in missing))

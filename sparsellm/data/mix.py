@@ -1,9 +1,9 @@
-"""Mixes several prepared corpora (data.mix): which source each sample comes from, and which of its samples it is.
+"""Mixes several prepared corpora (data.mix): decides the source of each sample, and its index within that source.
 
-Samples come in periods of 10,000. Each source has the same number of samples in every period, in an order that is
+Samples are drawn in periods of 10,000. Each source has the same number of samples in every period, in an order that is
 shuffled per period. So the source of sample n, and its index within the source, depend only on n: the position is one
 number, and the order depends neither on the ranks nor on resumes. Each source runs through its own epochs (packed.py);
-a small source has more of them.
+a small source has more epochs.
 """
 
 import shlex
@@ -25,11 +25,11 @@ from sparsellm.data.manifest import Manifest, blocks
 from sparsellm.data.packed import PackedTokens, Samples, permutation
 from sparsellm.data.request import Request
 
-ORDER = 1  # in the key of a period's permutation, to distinguish it from an epoch's
+ORDER = 1  # part of the key for a period's permutation, to distinguish the key from an epoch's
 
 
 def folders(data: DataConfig) -> dict[str, Path]:
-    """{name: folder} of the sources; a name that is not a path means data/NAME."""
+    """{name: folder} for the sources. A source given as a name instead of a path is in data/NAME."""
     given = [source["data"] for source in data.mix]
     return {
         name: Path("data", name) if given == name else Path(expanduser(given))  # noqa: PTH111 (Path's may raise)
@@ -38,7 +38,7 @@ def folders(data: DataConfig) -> dict[str, Path]:
 
 
 def counts(data: DataConfig, total: int = MIX_PERIOD) -> tuple[int, ...]:
-    """Samples of each source among `total`, by weight (largest remainder method)."""
+    """How many of `total` samples come from each source, by weight (largest remainder method)."""
     weights = [source["weight"] for source in data.mix]
     exact = [total * weight / sum(weights) for weight in weights]
     found = [int(share) for share in exact]
@@ -50,7 +50,7 @@ def counts(data: DataConfig, total: int = MIX_PERIOD) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class MixedTokens(Samples):
-    """The samples of several `sources`, with `counts` of each per period."""
+    """Samples from several `sources`. `counts`: samples per period from each source."""
 
     sources: dict[str, PackedTokens]
     counts: tuple[int, ...]
@@ -82,7 +82,7 @@ class MixedTokens(Samples):
         return found
 
     def places(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """For sample numbers int64 [S]: the source of each, and its index within that source; int64 [S]."""
+        """For sample numbers int64 [S]: the source of each sample, and the sample's index in the source; int64 [S]."""
         periods, slots = np.divmod(samples, MIX_PERIOD)
         of, numbers = np.empty_like(samples), np.empty_like(samples)
         for period in np.unique(periods).tolist():
@@ -95,7 +95,7 @@ class MixedTokens(Samples):
 
 @lru_cache(maxsize=2)
 def _period(counts: tuple[int, ...], seed: int, period: int) -> tuple[np.ndarray, np.ndarray]:
-    """For each sample of a period: its source, and the number of earlier samples of that source in the period."""
+    """For each sample in a period: its source, and the number of earlier samples from that source in the period."""
     source = np.repeat(np.arange(len(counts)), counts)[permutation(MIX_PERIOD, seed, period, ORDER)]
     before = np.empty_like(source)
     for i, number in enumerate(counts):
@@ -104,7 +104,7 @@ def _period(counts: tuple[int, ...], seed: int, period: int) -> tuple[np.ndarray
 
 
 def mixed(data: DataConfig, found: dict[str, tuple[Path, Manifest]], **reading: Any) -> MixedTokens:
-    """The mixed samples of the sources in `found`; `reading`: arguments of PackedTokens."""
+    """Samples mixed from the sources in `found`. `reading`: keyword arguments for PackedTokens."""
     sources = {name: PackedTokens(folder, ready, **reading) for name, (folder, ready) in found.items()}
     return MixedTokens(sources, counts(data), **reading)
 
@@ -121,7 +121,7 @@ def validation(data: DataConfig, samples: int, tokens: MixedTokens) -> torch.Ten
 
 
 def read(request: Request) -> dict[str, tuple[Path, Manifest]]:
-    """The folder and manifest of each source. Raises DataError."""
+    """The folder and manifest of each source. Raises DataError if a source is missing or cannot be used."""
     found, wrong = _examined(request)
     if wrong:
         raise DataError("; ".join(wrong))
@@ -129,12 +129,12 @@ def read(request: Request) -> dict[str, tuple[Path, Manifest]]:
 
 
 def mistakes(request: Request) -> list[str]:
-    """Mistakes in the sources that their manifests and file sizes show."""
+    """Error messages about the sources, as far as manifests and file sizes show them; empty if there are none."""
     return [] if mix_mistakes(request.data) else _examined(request)[1]  # sparsellm.config reports mix_mistakes
 
 
 def _examined(request: Request) -> tuple[dict[str, tuple[Path, Manifest]], list[str]]:
-    """The folder and manifest of each source that has one, and mistakes."""
+    """The folder and manifest of each source that has a manifest, and error messages."""
     found: dict[str, tuple[Path, Manifest]] = {}
     wrong: list[str] = []
     for name, folder in folders(request.data).items():
@@ -160,7 +160,7 @@ def _examined(request: Request) -> tuple[dict[str, tuple[Path, Manifest]], list[
 
 
 def _fit(request: Request, name: str, folder: Path, ready: Manifest) -> list[str]:
-    """Mistakes if the source has too few tokens for the sequences, or too many token ids for the model."""
+    """Error messages if the source has too few tokens for one sequence, or token ids outside the model's vocabulary."""
     length, rows = request.training.sequence_length, request.vocab_size
     splits, found = (ready.train, ready.validation), []
     if min(blocks(split.tokens, length) for split in splits) < 1:
@@ -178,7 +178,7 @@ def _fit(request: Request, name: str, folder: Path, ready: Manifest) -> list[str
 
 
 def _command(request: Request, name: str, folder: Path) -> str:
-    """The command that prepares a source, with as many tokens as the run reads from it."""
+    """The command that prepares a source with as many tokens as the run reads from this source."""
     share = dict(zip(request.data.mix_names, counts(request.data), strict=True))[name] / MIX_PERIOD
     training = request.training
     tokens = int(share * training.steps * training.tokens_per_step) + training.sequence_length + 1

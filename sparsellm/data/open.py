@@ -1,4 +1,4 @@
-"""Opens the data of a run: finds mistakes, and yields this rank's batches."""
+"""Opens a run's data: checks it for errors, and yields this rank's batches."""
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
@@ -23,13 +23,13 @@ from sparsellm.system.files import read_json
 
 @dataclass(frozen=True)
 class Data:
-    """The training and validation data of a run."""
+    """A run's training and validation data."""
 
     tokenizer_folder: Path  # loads with AutoTokenizer
     end_of_text_id: int
     validation: torch.Tensor  # int64 [V, T + 1], V at most logging.validation_samples; the same on all ranks
     tokens: PackedTokens | mix.MixedTokens | TokenStream
-    named_validation: dict[str, torch.Tensor] = field(default_factory=dict)  # per source of data.mix
+    named_validation: dict[str, torch.Tensor] = field(default_factory=dict)  # per data.mix source
     begin_of_text_id: int | None = None  # None: no begin-of-text token
 
     @property
@@ -40,19 +40,19 @@ class Data:
         return self.tokens.manifest.train.tokens if isinstance(self.tokens, PackedTokens) else None
 
     def batches(self, state: dict[str, Any] | None) -> Generator[Batch, None, None]:
-        """This rank's share of step after step, endlessly, each with the JSON-serializable state after it.
+        """Endlessly yields this rank's share of each step, with the JSON-serializable state after that step.
 
-        A share is int64 [batch_size / ranks, T + 1], pinned if the device is CUDA. `state` is the state of an earlier
-        share, from which iteration continues exactly, however far workers had read ahead; None starts from the
-        beginning. Close the iterator when done: its worker processes ignore stop signals.
+        A share is int64 [batch_size / ranks, T + 1], pinned if the device is CUDA. `state` is a state yielded earlier,
+        after which iteration continues exactly, however far workers had read ahead; None starts from the beginning.
+        Close the iterator when done: its worker processes ignore stop signals.
         """
         return self.tokens.batches(state)
 
 
 def mistakes(request: Request, run: RunConfig, typed: Sequence[str] = ()) -> list[str]:
-    """Mistakes in the data of a run that can be found without network access or writes, each with its remedy.
+    """Error messages, with remedies, about a run's data that can be found without network access or writes.
 
-    `typed`: the overrides that the configuration was composed from, used for the commands in remedies.
+    `typed`: the overrides from which the configuration was composed, used for the commands in remedies.
     """
     data, training = request.data, request.training
     if min(training.steps, training.batch_size) < 1 or training.sequence_length < SHORTEST_SEQUENCE:
@@ -96,17 +96,17 @@ def mistakes(request: Request, run: RunConfig, typed: Sequence[str] = ()) -> lis
 
 
 def _has_begun(run: RunConfig) -> bool:
-    """Whether a run of this name exists and will resume; its position is tied to the tokens by their checksum."""
+    """Whether a run with this name exists and will resume. (Its data position includes the tokens' checksum.)"""
     return run.name is not None and not run.restart and (run.folder / CONFIG).is_file()
 
 
 def open_data(request: Request, run: RunConfig, validation_samples: int, workers: int, ranks: Ranks) -> Data:
-    """The data of `run` for this rank of a process group; all ranks call it together.
+    """The data of `run` for this rank. Collective.
 
     `workers`: data-loading processes per rank.
 
-    Rank 0 prepares the embedded corpus if needed, and verifies the checksums of prepared files. Raises DataError on
-    rank 0, and RuntimeError with its message on the others.
+    Rank 0 prepares the embedded corpus if needed, and verifies the checksums of prepared files. If the data cannot be
+    used, raises DataError on rank 0, and MainRankFailed with its message on the others.
     """
     opening = _Opening(request, run, validation_samples, workers, ranks)
     if request.holds_nothing_out and ranks.is_main:
@@ -117,12 +117,12 @@ def open_data(request: Request, run: RunConfig, validation_samples: int, workers
 
 
 def open_validation(request: Request, samples: int, tokenizer_folder: Path, run: Path) -> torch.Tensor:
-    """The held-out blocks on which a run validates, int64 [V, T + 1], at most `samples`. Called in one process, without
-    other ranks; prepares nothing.
+    """The held-out blocks on which a run validates, int64 [V, T + 1], at most `samples`. Not collective: call this in a
+    single process. Prepares nothing.
 
     `tokenizer_folder` holds the run's tokenizer: hf/ of one of its checkpoints. A relative path in `request` is
     relative to the folder in which the run was started: the working directory is tried, then the parents of `run`.
-    Raises DataError if the blocks are in none of them, are damaged, or were made with another tokenizer.
+    Raises DataError if the blocks are in none of these folders, are damaged, or were made with another tokenizer.
     """
     if request.holds_nothing_out:
         raise DataError("the run's data holds nothing out (data.validation_fraction=0)")
@@ -131,7 +131,7 @@ def open_validation(request: Request, samples: int, tokenizer_folder: Path, run:
 
 @dataclass(frozen=True)
 class _Opening:
-    """Opens the data of `run`. All `ranks` call every method together."""
+    """Opens the data of `run`. Public methods are collective over `ranks`."""
 
     request: Request
     run: RunConfig
@@ -192,7 +192,7 @@ class _Opening:
             warn(f"{change}: the run continues with the tokens that it started with")
 
     def streamed(self) -> Data:
-        # Only rank 0 looks, so that all ranks use the same files even if a hub data set changes meanwhile.
+        # Only rank 0 lists the files, so that all ranks use the same ones even if a hub data set changes meanwhile.
         files, ends, folder, (end, begin), validation = on_main(self.ranks, self._find)
         local = [Path(name) for name in files if "://" not in name]
         tokenizer_files = sorted(path.name for path in folder.glob("*"))
@@ -215,7 +215,7 @@ class _Opening:
         as_found = (vocabulary.found or "").encode()
         earlier = data.folder / f"tokenizer-{tokenizer.digest(vocabulary, as_found)[:8]}"
         if as_found and earlier.is_dir():
-            folder = earlier  # runs started before 0.1.0 used tokenizers as they were found
+            folder = earlier  # runs started before 0.1.0 used tokenizers unchanged
         else:
             tokenizer.save(vocabulary, folder)
         files = corpus.find_files(data)
@@ -239,7 +239,7 @@ class _Opening:
 
 
 def _reading(request: Request, rank: int, world_size: int, workers: int, pin_memory: bool) -> dict[str, Any]:
-    """Arguments shared by prepared tokens and streams."""
+    """Keyword arguments shared by PackedTokens, MixedTokens and TokenStream."""
     return {
         "sequence_length": request.training.sequence_length, "rank": rank, "world_size": world_size,
         "seed": request.data.seed, "workers": workers, "pin_memory": pin_memory,
@@ -277,9 +277,9 @@ class _OfRun:
         return [Path.cwd(), *self.run.absolute().parents]
 
     def _tokens(self, path: Path, source: str | None = None) -> tuple[Path, manifest.Manifest]:
-        """The first folder of prepared tokens that matches the run by `path` and by its manifest, and the manifest.
+        """The first folder of prepared tokens that has the run's `path` and matches the run, and its manifest.
 
-        `source`: the name of the tokens in data.mix, if any.
+        `source`: the data.mix source to which the tokens belong, if any.
         """
         request = self.request
         digest, misses = tokenizer.digest(tokenizer.load(str(self.tokenizer_folder), "checkpoint")), []
@@ -291,7 +291,7 @@ class _OfRun:
                     raise DataError(f"{folder / 'manifest.json'} is missing")
                 if source is None and (found := request.recipe_mistakes(ready, folder)):
                     raise DataError("; ".join(found))
-                # Folders prepared before 0.1.0 have the hash of the tokenizer as it was found.
+                # Folders prepared before 0.1.0 have the hash of the unchanged tokenizer.
                 if digest != ready.tokenizer_hash and digest != tokenizer.digest(
                     tokenizer.load(str(folder / "tokenizer"), "data.path")
                 ):
@@ -315,9 +315,9 @@ class _OfRun:
         )
 
     def _trained_on(self, source: str | None) -> str | None:
-        """The xxh3 of the training tokens, from the checkpoint that contains the tokenizer; None outside a checkpoint.
+        """The xxh3 of the training tokens, as stored in the checkpoint that holds the tokenizer; None if there is none.
 
-        `source`: a source of data.mix.
+        `source`: the data.mix source to which the tokens belong, if any.
         """
         path = self.tokenizer_folder.parent / STATE / rank_json(0)
         if not path.is_file():
@@ -327,7 +327,7 @@ class _OfRun:
         return tokens.get(source) if isinstance(tokens, dict) else tokens
 
     def _files(self) -> corpus.Files:
-        """The files that a streaming run reads."""
+        """The files read by a streaming run."""
         data = self.request.data
         if data.source != Source.files:
             return corpus.find_files(data)

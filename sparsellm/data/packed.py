@@ -2,7 +2,7 @@
 
 Sample n is entry n mod B of epoch n div B, and each epoch is its own permutation of the B blocks. Step s trains on
 samples [s batch, (s + 1) batch), of which rank r takes the r-th contiguous share: the order depends neither on the
-number of ranks nor on how a rank cuts its share. The position is therefore one number, `samples`.
+number of ranks nor on how a rank splits its share into micro-batches. The position is therefore one number, `samples`.
 """
 
 import atexit
@@ -27,7 +27,7 @@ from sparsellm.data.errors import DataError
 from sparsellm.data.manifest import Manifest, blocks
 from sparsellm.system.processes import end_with_parent
 
-Batch = tuple[torch.Tensor, dict[str, Any]]  # sequences, and the data position after them
+Batch = tuple[torch.Tensor, dict[str, Any]]  # sequences, and the data position after these sequences
 
 
 def permutation(size: int, *key: int) -> np.ndarray:
@@ -38,37 +38,37 @@ def permutation(size: int, *key: int) -> np.ndarray:
 
 
 def shuffle(order: np.ndarray, *key: int) -> None:
-    """Shuffle integers `order` in place, depending only on `key`. RandomState is the one generator whose stream NumPy
-    promises never to change, so a run can resume after an upgrade."""
+    """Shuffle the integers `order` in place, depending only on `key`. RandomState is the only generator whose stream
+    NumPy promises never to change, so a run can resume after an upgrade."""
     np.random.RandomState(np.random.MT19937(np.random.SeedSequence(key))).shuffle(order)
 
 
 def outlive_stop_signals(_worker: int) -> None:
-    """Make a loader process ignore stop signals to the whole process group, because the trainer handles these signals
-    by saving a checkpoint.
+    """Make a loader process ignore stop signals that are sent to the whole process group: on such a signal, the trainer
+    saves a checkpoint, and still needs its workers.
 
-    A worker still ends when the iterator over batches is closed, when the trainer exits (`started`), and at once when
-    the trainer is killed, so that inherited resources do not outlive the trainer."""
+    A worker ends when the iterator over batches is closed, when the trainer exits (`started`), and immediately if the
+    trainer is killed, so that inherited resources do not outlive the trainer."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     end_with_parent(signal.SIGKILL)
 
 
 def started(loader: DataLoader) -> Iterator[Any]:
-    """The loader's items. Its processes end when this one exits, even if an exception left the loader open.
+    """The loader's items. Its worker processes end when this process exits, even if an exception left the loader open.
 
-    By default, torch and multiprocessing would send SIGTERM, which workers ignore, and wait for them. Raises DataError
-    if a process cannot be started, or dies.
+    By default, torch and multiprocessing would send SIGTERM, which workers ignore, and wait for the workers. Raises
+    DataError if a worker cannot be started, or dies.
     """
     atexit.unregister(_end_workers)
-    atexit.register(_end_workers)  # registered after torch's handler, so called before it
+    atexit.register(_end_workers)  # registered after torch's handler, so that it is called first
     reports = signal.getsignal(signal.SIGCHLD)
     try:
         iterator = iter(loader)
-    except (OSError, RuntimeError) as error:  # OSError from a fork, a pipe or a semaphore; RuntimeError from a thread
+    except (OSError, RuntimeError) as error:  # OSError: no fork, pipe or semaphore; RuntimeError: no thread
         _end_workers()
         say_dropped, sys.unraisablehook = sys.unraisablehook, lambda _: None
-        error.__traceback__ = None  # frees the half-built loader, whose finalizer fails
+        error.__traceback__ = None  # frees the partly constructed loader, whose finalizer fails
         sys.unraisablehook = say_dropped
         if "killed by signal" in str(error):  # torch's message for a worker that dies while the others start
             raise DataError(_ended("a data worker", KILLED, loader.num_workers)) from error
@@ -84,7 +84,7 @@ def started(loader: DataLoader) -> Iterator[Any]:
 
 
 def _items(iterator: Iterator[Any], loader: DataLoader) -> Iterator[Any]:
-    # torch's own list, because a worker that has died is no longer among the active children.
+    # torch's list of workers, because multiprocessing no longer lists a worker that has died.
     workers: list[BaseProcess] = getattr(iterator, "_workers", [])
     while True:
         try:
@@ -100,7 +100,7 @@ def _items(iterator: Iterator[Any], loader: DataLoader) -> Iterator[Any]:
                     "the data workers failed (too many open files): raise the limit of open files (`ulimit -n`), or"
                     f" lower runtime.data_workers ({loader.num_workers} now), and run the same command again to resume"
                 ) from error
-            # The connection to a killed worker fails before the worker counts as ended, so wait for its end.
+            # The connection to a killed worker fails before the worker counts as ended, so wait until it does.
             dead = multiprocessing.connection.wait([worker.sentinel for worker in workers], timeout=2)
             if ended := [worker for worker in workers if worker.sentinel in dead]:
                 ended[0].join(2)  # the exit code is known a moment after the sentinel
@@ -135,8 +135,8 @@ def _end_workers() -> None:
 
 
 class _Order:
-    """The order of `size` blocks in each epoch. One even and one odd epoch are kept, in memory shared with all
-    processes forked later, so that only one worker computes an epoch's order and one copy is kept."""
+    """The order of `size` blocks in each epoch. One even and one odd epoch are stored in memory shared with all
+    processes forked later, so that each epoch's order is computed by only one worker and stored only once."""
 
     def __init__(self, size: int, seed: int) -> None:
         self.size, self.seed = size, seed
@@ -174,7 +174,7 @@ def _order(size: int, seed: int) -> _Order:
 
 @dataclass(frozen=True, kw_only=True)
 class Samples(Dataset):
-    """The samples of a run, each one sequence, numbered from 0. `dataset[n]` is this rank's share of the step that
+    """A run's samples, numbered from 0; each sample is one sequence. `dataset[n]` is this rank's share of the step that
     starts with sample n."""
 
     batch_size: int  # over all ranks
@@ -185,16 +185,16 @@ class Samples(Dataset):
 
     @property
     def identity(self) -> Any:
-        """JSON-serializable identity of these samples; a position is valid only for them."""
+        """JSON-serializable identity of these samples. A position is valid only for samples with the same identity."""
         raise NotImplementedError
 
     @property
     def place(self) -> str:
-        """Where the samples are, for messages."""
+        """The folder or folders of the samples, for messages."""
         raise NotImplementedError
 
     def sequences(self, samples: np.ndarray) -> torch.Tensor:
-        """The sequences of samples int64 [S]: int64 [S, T + 1]."""
+        """The sequences, int64 [S, T + 1], for sample numbers int64 [S]."""
         raise NotImplementedError
 
     def batches(self, state: dict[str, Any] | None) -> Generator[Batch, None, None]:
@@ -217,7 +217,7 @@ class Samples(Dataset):
             num_workers=self.workers,
             worker_init_fn=outlive_stop_signals,
             pin_memory=self.pin_memory,
-            # Without a generator of its own, a loader draws a seed from the global one, so a resumed run would differ.
+            # Without its own generator, a loader draws a seed from the global one, so a resumed run would differ.
             generator=torch.Generator(),
         )
         # Count batches here, where they are consumed, not where workers read ahead.
@@ -232,7 +232,7 @@ class Samples(Dataset):
 
 @dataclass(frozen=True)
 class PackedTokens(Samples):
-    """The blocks of a finished folder."""
+    """The blocks in a finished folder of prepared tokens."""
 
     folder: Path
     manifest: Manifest
@@ -251,8 +251,8 @@ class PackedTokens(Samples):
         return str(self.folder)
 
     def validation(self, samples: int) -> torch.Tensor:
-        """`samples` held-out blocks, or all if there are fewer: int64 [V, T + 1]. They are evenly spaced, because the
-        first blocks come from the first files only."""
+        """`samples` held-out blocks, or all if there are fewer: int64 [V, T + 1]. The blocks are evenly spaced, because
+        the first ones come from the first files only."""
         found = blocks(self.manifest.validation.tokens, self.sequence_length)
         count = min(samples, found)
         if count == 0:  # nothing is held out

@@ -1,14 +1,14 @@
 """Splits a long document into pieces whose concatenated tokens equal the tokens of the whole.
 
-A piece ends before a space between a word and a letter. That changes no token if three conditions hold:
+A piece ends before a space between a word and a letter. Such a split changes no token if three conditions hold:
 
-- the normalizer acts independently on each side of the space, as those of NORMALIZERS do;
+- the normalizer acts independently on each side of the space, as those in NORMALIZERS do;
 - no pre-tokenizer word spans the split: "a b" gives the words of "a" and of " b". If the pre-tokenizer does not split
   at spaces (converted sentencepiece models), the model must be a BPE without tokens that have the space mark (▁)
   after another character: then no merge spans the split;
-- no added token, which is matched before all of that, spans the split.
+- no added token spans the split (added tokens are matched before normalization).
 
-Llama 2's normalizer prepends "▁" to every text and replaces every space by "▁". For such a tokenizer, a piece starts
+Llama 2's normalizer prepends "▁" to every string and replaces every space by "▁". For such a tokenizer, a piece starts
 with the letter and omits the space, because the normalizer adds the "▁".
 
 If the conditions do not hold, or are not known to hold, a document is not split: its encoding then takes 60 to 100
@@ -24,19 +24,20 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 LONG_DOCUMENT = 4_000_000  # characters; longer documents are split, so that all cores encode them in 0.5 GB of memory
 PIECE = 500_000
-# Before a single space followed by a letter. Not next to a literal mark or other spaces, which may merge with it.
+# A single space followed by a letter. Not next to a literal ▁ or another space, which may merge with the space.
 _BREAK = re.compile(r"(?<=[^\s▁]) (?=[^\W\d_])")
 NORMALIZERS: tuple[dict[str, Any], ...] = (
     *({"type": name} for name in ("NFC", "NFD", "NFKC", "NFKD", "Lowercase")),
     {"type": "Prepend", "prepend": "▁"},
     {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
 )
-# Characters before and after a space, one of each kind that pre-tokenizers distinguish.
+# Characters to test before and after a space: one of each kind that pre-tokenizers distinguish.
 BEFORE, BEHIND = "aZ1.)'é日", "bÜ日"
 
 
 def batches(tokenizer: Tokenizer, texts: list[str]) -> Iterator[list[tuple[int, str]]]:
-    """The pieces of `texts`, each with the index of its text, in lists of about LONG_DOCUMENT characters."""
+    """The pieces of the documents `texts`, each with its document's index, in lists of about LONG_DOCUMENT
+    characters."""
     batch: list[tuple[int, str]] = []
     characters = 0
     for number, text in enumerate(texts):
@@ -60,7 +61,7 @@ def _pieces(text: str, tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def left_out(tokenizer: Tokenizer) -> int | None:
-    """The number of characters (0 or 1) that a piece omits at its start; None if texts cannot be split."""
+    """The number of characters (0 or 1) that a piece omits at its start; None if documents cannot be split."""
     added = [token for token in tokenizer.get_added_tokens_decoder().values() if not token.special]
     if any(token.rstrip or re.search(r"\S ", token.content) for token in added):
         return None
@@ -79,7 +80,7 @@ def left_out(tokenizer: Tokenizer) -> int | None:
 
 
 def _normalizers(tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """The list of normalizers in tokenizer.json, flattened."""
+    """The normalizers in tokenizer.json as a flat list."""
     if tokenizer.normalizer is None:
         return []
     found = json.loads(tokenizer.normalizer.__getstate__())
@@ -87,7 +88,7 @@ def _normalizers(tokenizer: Tokenizer) -> list[dict[str, Any]]:
 
 
 def _words(tokenizer: Tokenizer, text: str) -> list[str]:
-    """The words that the model gets for a text."""
+    """The words into which normalizer and pre-tokenizer split `text`."""
     if tokenizer.normalizer is not None:
         text = tokenizer.normalizer.normalize_str(text)
     if tokenizer.pre_tokenizer is None:
@@ -96,7 +97,7 @@ def _words(tokenizer: Tokenizer, text: str) -> list[str]:
 
 
 def _never_merges(tokenizer: Tokenizer, mark: str) -> bool:
-    """Whether the model, which gets a text as one word, has no token with the space `mark` after another character."""
+    """Whether no token has the space `mark` after another character, in a model that sees a document as one word."""
     model, vocabulary = tokenizer.model, tokenizer.get_vocab(with_added_tokens=False)
     return (
         isinstance(tokenizer.pre_tokenizer, pre_tokenizers.Metaspace | None)

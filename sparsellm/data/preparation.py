@@ -5,19 +5,19 @@ kill, the next start verifies them against the checksums in progress.json, trunc
 so the result is byte-identical, and damage is detected instead of sealed in. A finished folder is changed only if more
 tokens are requested than it holds: then it is extended, which keeps its tokens.
 
-Every source file gives its share of the tokens (shares.py). Folders prepared before 0.1.0 read files in order, and are
-extended in that order.
+Every source file contributes its share of the tokens (shares.py). In folders prepared before 0.1.0, files were read in
+order; such folders are extended in that order.
 
 Source files from which text was taken must not change. The file that is being read, and files from which nothing was
 taken, may change or disappear (a file with a bad record has to be fixed): the documents of the file being read are
 rolled back, and it is read again from the start.
 
-A stream that is cut (manifest.py) is cut at the end, in place. A start after a kill between the cut and the manifest,
-and an extension, repeat all passes from the first document, which is cheap because a cut means few documents. So the
-tokens before an earlier cut stay where they were.
+If a stream has to be cut (manifest.py), it is cut in place, when all text has been read. After a kill between the cut
+and the manifest, and in an extension, all passes are repeated from the first document, which is cheap because a cut
+means few documents. So the tokens before an earlier cut keep their positions.
 
-What runs read stays valid until the extension is complete, even if it is killed or fails: an extension appends, and
-manifest.json counts only the old tokens until the end. The extension of a cut stream is built in the folder again/,
+While a folder is extended, even if the extension is killed or fails, runs can read the old tokens: an extension only
+appends, and manifest.json counts only the old tokens until the end. A cut stream is extended in the folder again/,
 whose files then replace the old ones.
 """
 
@@ -68,7 +68,8 @@ AGAIN = "again"  # subfolder in which a cut stream is extended
 
 
 def preparation_mistakes(request: Request) -> list[str]:
-    """Everything that keeps tokens from being prepared and can be known with no network and no writes."""
+    """Error messages for everything that keeps tokens from being prepared and can be checked without network access or
+    writes; empty if there is nothing."""
     data, folder = request.data, request.data.folder
     if data.mix:
         return [
@@ -98,8 +99,8 @@ def preparation_mistakes(request: Request) -> list[str]:
 
 
 def _with_files_of(request: Request, manifest: Manifest) -> Manifest:
-    """An unfinished `manifest` with data.files of `request`; `with_current_sources` decides whether it can continue
-    with these files."""
+    """An unfinished `manifest` with the data.files of `request`. `with_current_sources` decides whether the preparation
+    can continue with these files."""
     key = "data.files"
     if key not in manifest.recipe or key not in request.recipe:
         return manifest
@@ -107,10 +108,10 @@ def _with_files_of(request: Request, manifest: Manifest) -> Manifest:
 
 
 def prepare(request: Request) -> Manifest:
-    """Fill `data.path` with at least `request.token_limit` training tokens (or all that exist) and the held-out
-    documents in between; return the manifest. Returns at once if that is done already. Raises DataError, and leaves
-    nothing behind if no document was prepared or the text is too short for a block of each split. After a full disk,
-    prepared tokens stay, and the next call continues from there.
+    """Prepare at least `request.token_limit` training tokens (or all that exist), and the held-out documents between
+    them, in `data.path`. Returns the manifest, immediately if the tokens exist already. Raises DataError if preparation
+    fails; then leaves nothing behind if no document was prepared or the text is too short for a block of each split. If
+    the disk is full, prepared tokens are kept, and the next call continues after them.
     """
     folder, limit = request.data.folder, request.token_limit
     if not request.data.streaming and _again_is_finished(folder):
@@ -131,11 +132,11 @@ def prepare(request: Request) -> Manifest:
         if done is not None and is_enough(done, limit):
             return done
         if done is not None:
-            verify(done, folder)  # otherwise new checksums would cover old damage
+            verify(done, folder)  # otherwise new checksums would hide old damage
             if done.cut:
                 return _prepare_again(request, folder, done)
-        # If both manifests exist, either an extension was stopped, or a preparation was stopped right before its end.
-        # In the second case, both count the same tokens.
+        # If manifest.json and progress.json both exist, either an extension was stopped, or a preparation was stopped
+        # right before its end. In the second case, both files count the same tokens.
         before = progress
         if done is not None and (progress is None or progress.tokens <= done.tokens):
             before = replace(done, extends=True)
@@ -179,7 +180,7 @@ def prepare(request: Request) -> Manifest:
 
 
 def _prepare_again(request: Request, folder: Path, done: Manifest) -> Manifest:
-    """Extend the cut stream `done` in its locked `folder`."""
+    """Extend the cut stream whose manifest is `done`, in the locked `folder`."""
     sources.with_current_sources(request.data, folder, done)  # otherwise the new tokens would not contain the old ones
     again = folder / AGAIN
     if read(again, "progress.json") is None:
@@ -192,12 +193,12 @@ def _prepare_again(request: Request, folder: Path, done: Manifest) -> Manifest:
 
 
 def _again_is_finished(folder: Path) -> bool:
-    """Whether again/ is finished, or was never started."""
+    """Whether again/ exists and is finished, or no preparation was started in it."""
     return (folder / AGAIN).is_dir() and not (folder / AGAIN / "progress.json").exists()
 
 
 def _replace_by_again(folder: Path) -> None:
-    """Move the files of again/ to the locked `folder`; a start after a kill completes this."""
+    """Move the files in again/ to the locked `folder`. If this is killed, the next call of `prepare` completes it."""
     again = folder / AGAIN
     for name in [*FILES, "manifest.json"]:
         if (again / name).exists():
@@ -250,7 +251,7 @@ def _start(request: Request) -> tuple[Manifest, Vocabulary]:
 
 
 def _trained_tokenizer(documents: Iterable[Document], vocab_size: int) -> tuple[Vocabulary, int]:
-    """A tokenizer trained on the first TOKENIZER_CHARACTERS characters of `documents`, and the number of characters."""
+    """A tokenizer trained on the first TOKENIZER_CHARACTERS characters of `documents`, and the number actually used."""
     texts, characters = [], 0
     for document in documents:
         text = (document.text or "")[: TOKENIZER_CHARACTERS - characters]
@@ -267,8 +268,8 @@ def _trained_tokenizer(documents: Iterable[Document], vocab_size: int) -> tuple[
 
 
 def _continue(request: Request, folder: Path, manifest: Manifest) -> tuple[Manifest, Vocabulary]:
-    """Continue a preparation. It reads hub files at the commit with which it started; local files that it has not read
-    to their ends may have changed."""
+    """Continue a preparation. Hub files are read at the commit with which the preparation started. Local files that it
+    has not read to their ends may have changed."""
     data = request.data
     compare(manifest, folder, tokenizer_names(manifest))
     corpus.require_hub(data)
@@ -287,7 +288,7 @@ def _continue(request: Request, folder: Path, manifest: Manifest) -> tuple[Manif
 
 
 def _from_the_start(manifest: Manifest) -> Manifest:
-    """`manifest` before the first document."""
+    """`manifest` as it was before the first document."""
     files = {name: manifest.files[name] for name in tokenizer_names(manifest)}
     return replace(
         manifest, train=Split(), validation=Split(), empty_documents=0, bad_records=0, empty_files=0, licences={},
@@ -299,7 +300,7 @@ def _from_the_start(manifest: Manifest) -> Manifest:
 def _write_tokens(
     request: Request, folder: Path, manifest: Manifest, vocabulary: Vocabulary, limit: int | None
 ) -> None:
-    """Append documents until there are `limit` training tokens, and keep progress.json and `manifest` up to date."""
+    """Append documents until there are `limit` training tokens. Keeps `manifest` and progress.json up to date."""
     with ExitStack() as stack:
         writers = {split: stack.enter_context(token_files.Writer(folder, split, manifest)) for split in SPLITS}
         reading = sources.Reading(folder, manifest)
@@ -380,7 +381,7 @@ def _too_short(manifest: Manifest) -> str:
 
 
 def _remove(folder: Path, made: list[Path]) -> None:
-    """Remove what a preparation wrote to the locked `folder`, and the folders `made` for it."""
+    """Remove what a preparation wrote to the locked `folder`, and the folders `made` for the preparation."""
     shutil.rmtree(folder / "tokenizer", ignore_errors=True)
     for name in [*FILES, "progress.json", VERIFIED, "lock"]:
         (folder / name).unlink(missing_ok=True)
@@ -419,7 +420,7 @@ def _writing(folder: Path, limit: int | None, made: list[Path]) -> Iterator[None
 
 @contextmanager
 def _exclusive(folder: Path) -> Iterator[None]:
-    """Lock `folder` so that one process at a time prepares it; the system releases the lock of a killed process."""
+    """Lock `folder`, so that only one process at a time prepares it. The system releases a killed process's lock."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = regular.to_write(folder / "lock", "w")

@@ -19,11 +19,11 @@ from sparsellm.hf import hub
 
 @dataclass(frozen=True)
 class Request:
-    """The tokens that a run asks for. Methods named *_mistakes return a list of messages, each with its remedy."""
+    """The tokens that a run needs. Methods named *_mistakes return error messages with remedies; empty if none."""
 
     data: DataConfig
     training: TrainingConfig
-    vocab_size: int  # the model's
+    vocab_size: int  # the model's vocabulary size
     init_from: str | None = None
 
     @classmethod
@@ -32,9 +32,9 @@ class Request:
 
     @property
     def token_limit(self) -> int | None:
-        """The number of training tokens to prepare: data.max_tokens, or what the experiment reads.
+        """The number of training tokens to prepare: data.max_tokens, or as many as the run reads.
 
-        None means all: the default for the embedded corpus, which takes seconds.
+        None means all: the default for the embedded corpus, which takes only seconds to prepare.
         """
         data, training = self.data, self.training
         if data.max_tokens is not None:
@@ -45,12 +45,12 @@ class Request:
 
     @property
     def holds_nothing_out(self) -> bool:
-        """Whether the run is not validated because no text is held out for that."""
+        """Whether no text is held out, so that the run cannot be validated."""
         return self.data.validation_fraction == 0 and not self.data.mix
 
     @property
     def recipe(self) -> dict[str, Any]:
-        """The keys and values that decide which tokens are prepared."""
+        """The configuration keys, and their values, that decide which tokens are prepared."""
         data = self.data
         keys: tuple[str, ...] = {
             Source.stdlib_docs: ("tokenizer_vocab_size",),
@@ -67,12 +67,12 @@ class Request:
 
     @property
     def tokenizer_key(self) -> str:
-        """The key that gave the tokenizer: init_from if data.tokenizer follows from it."""
+        """The configuration key that names the tokenizer: init_from if data.tokenizer was derived from it."""
         own = self.init_from is not None and self.data.tokenizer == self.init_from
         return "init_from" if own else tokenizer.KEY
 
     def recipe_mistakes(self, manifest: Manifest, folder: Path | None = None) -> list[str]:
-        """Differences between the recipe of `manifest` (in `folder`, default data.path) and this request."""
+        """Error messages if the recipe in `manifest` (in `folder`, default data.path) differs from this request's."""
         made, asked = manifest.recipe, self.recipe
         differences = [
             f"{key} was {made.get(key)!r}, now it is {asked.get(key)!r}"
@@ -110,7 +110,7 @@ class Request:
         ]
 
     def vocabulary_mistakes(self, vocab_size: int) -> list[str]:
-        """Mistakes if the tokenizer has ids outside the model's vocabulary."""
+        """Error messages if the tokenizer has ids outside the model's vocabulary."""
         data, rows = self.data, self.vocab_size
         if vocab_size <= rows:
             return []
@@ -134,7 +134,7 @@ class Request:
         ]
 
     def source_mistakes(self) -> list[str]:
-        """Missing files, and a tokenizer that is missing, unreadable or larger than the model's vocabulary."""
+        """Error messages if files are missing, or the tokenizer is missing, unreadable or too large for the model."""
         data = self.data
         found = corpus.local_files(data.files)[1] if data.source == Source.files else []
         if data.tokenizer is None:
@@ -150,7 +150,7 @@ class Request:
         return found
 
     def changed_tokenizer_mistakes(self, manifest: Manifest) -> list[str]:
-        """Mistakes if a local tokenizer differs from the one that made the tokens."""
+        """Error messages if a local tokenizer differs from the one with which the tokens were prepared."""
         name = self.data.tokenizer
         if name is None or manifest.recipe.get(tokenizer.KEY) != name or not Path(name).expanduser().exists():
             return []
@@ -168,8 +168,8 @@ class Request:
     def command(self, typed: Sequence[str] = ()) -> str:
         """The command that prepares these tokens.
 
-        With `typed`, the overrides that the configuration was composed from: only those that matter. Otherwise every
-        value that matters.
+        With `typed`, the overrides from which the configuration was composed, the command repeats only those that
+        matter. Otherwise it contains every value that matters.
         """
         overrides = wanted = self._overrides()
 
@@ -193,7 +193,7 @@ class Request:
         keys = [key for key in dict.fromkeys(keys) if getattr(data, key) != getattr(default, key)]
         overrides = [_override(f"data.{key}", getattr(data, key)) for key in [*keys, "path"]]
         overrides.append(_override("data.max_tokens", self.token_limit))
-        # Values of the model and the training that preparation uses, because the command composes another experiment.
+        # The command composes another experiment, so it needs the model and training values that preparation uses.
         overrides.append(_override("model.vocab_size", self.vocab_size))
         overrides.append(_override("training.sequence_length", self.training.sequence_length))
         return ["data=files", *overrides]

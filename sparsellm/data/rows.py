@@ -1,15 +1,15 @@
-"""Reads the records of one file in order: each a text and its licence, or the reason why it cannot be read.
+"""Reads the records in one file in order. A record is a text and its licence, or the reason why it cannot be read.
 
-    .parquet          a row is a record
-    .jsonl, .json     a line is a record; in a file that is one JSON list, an item
-    .txt              the file is a record
+    .parquet          each row is a record
+    .jsonl, .json     each line is a record; in a file that is one JSON list, each item
+    .txt              the whole file is a record
 
 Only the text and the licence are used: other columns may hold anything and change types within a file. (The readers of
 `datasets` infer the types of all columns from the first 10 MB of a jsonl file and refuse later deviations.) Text is
 UTF-8; a byte order mark is removed. Text and jsonl files may be compressed.
 
-A seed shuffles the blocks of a file: the row groups of parquet, and BLOCK bytes of an uncompressed jsonl file. Any
-other file is a single block. Records within a block keep their order.
+With a seed, a file's blocks are shuffled: the row groups of a parquet file, or pieces of BLOCK bytes of an uncompressed
+jsonl file. Any other file is a single block. Records within a block keep their order.
 
 An unreadable record becomes a `Row` with a fault, and reading continues after it. An unreadable file raises DataError.
 If the hub fails, reading waits and continues at the next record.
@@ -49,9 +49,9 @@ HEAD = 10 << 20  # bytes from the start of a jsonl file in which the text column
 READ_AHEAD = 1 << 20
 BLOCK = 16 << 20  # bytes of a jsonl file; a line belongs to the block in which it begins
 BATCH_ROWS = 100  # parquet rows in memory at once
-# Exceptions that damaged files raise, depending on format and damage.
+# Exceptions raised when a damaged file is read, depending on format and damage.
 UNREADABLE = (OSError, ValueError, EOFError, KeyError, zlib.error, lzma.LZMAError)
-# UTF-32 first: its byte order mark starts with that of UTF-16.
+# UTF-32 first, because its byte order mark starts with UTF-16's.
 WIDE = {
     codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32",
     codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16",
@@ -65,9 +65,9 @@ class Row(NamedTuple):
 
 
 def rows(file: str, text_column: str, seed: int | None = None, skip: int = 0) -> Iterator[Row]:
-    """The records of `file`, which is a path or an address, without the first `skip`. `seed` shuffles its blocks.
+    """The records in `file`, a path or a hub address, after the first `skip`. `seed` shuffles the file's blocks.
 
-    Raises DataError for an unsupported or unreadable file, for a missing column, and if the hub stays silent.
+    Raises DataError if the file is unsupported or unreadable, a column is missing, or the hub does not answer.
     """
     attempt = 0
     while True:
@@ -126,14 +126,14 @@ _REMEDY = (
 
 
 def ending(file: str) -> str:
-    """The suffix that decides how a file is read, without a compression suffix if the format may be compressed."""
+    """The suffix that decides how a file is read: without the compression suffix, if the format may be compressed."""
     name, *ends = file.lower().rpartition("/")[2].rsplit(".", 2)
     if not ends:
         return ""
     inner, last = ends if len(ends) == 2 else (name, *ends)
     if f".{last}" not in COMPRESSIONS:
         return f".{last}"
-    # Parquet compresses its own columns and is read from the end, so it cannot be compressed as a file.
+    # A parquet file compresses its own columns and is read from the end, so the file itself must not be compressed.
     return f".{inner}" if f".{inner}" in READERS.keys() - {".parquet"} else f".{inner}.{last}"
 
 
@@ -169,7 +169,7 @@ def _not_utf8(error: UnicodeDecodeError, file: str) -> str:
 
 
 def _shuffled(blocks: int, file: str, seed: int | None) -> list[int]:
-    """The order of the blocks of `file`, which depends on the file's name, but not on its folder."""
+    """The order of the blocks in `file`, which depends on the file's name but not on its folder."""
     if seed is None:
         return list(range(blocks))
     return permutation(blocks, seed, xxhash.xxh3_64_intdigest(Path(file).name.encode())).tolist()
@@ -188,7 +188,7 @@ def _text(file: str) -> Iterator[Row]:
 
 def _parquet(file: str, text_column: str, seed: int | None, skip: int) -> Iterator[Row]:
     with _binary(file) as opened:
-        # pre_buffer: fetch the column of a row group from the hub in a few large requests.
+        # pre_buffer: fetch a row group's column from the hub in a few large requests.
         parquet = pyarrow.parquet.ParquetFile(opened, pre_buffer="://" in file)
         if parquet.metadata.num_rows == 0:
             return
@@ -237,7 +237,7 @@ class _Record(NamedTuple):
 
     row: Row
     value: Any  # the parsed JSON; None if it cannot be read
-    size: int = 0  # bytes; 0 in a list, which is in memory as a whole
+    size: int = 0  # bytes; 0 for an item of a list, because the whole list is in memory
 
 
 def _json(file: str, text_column: str, seed: int | None) -> Iterator[Row]:
@@ -250,8 +250,8 @@ def _json(file: str, text_column: str, seed: int | None) -> Iterator[Row]:
 
 
 def _head(records: Iterator[_Record], file: str, text_column: str) -> Iterator[Row]:
-    """The rows up to the first one with a text, or of the first HEAD bytes. Raises DataError if they show that the
-    column is missing or holds something else."""
+    """The rows up to the first one with a text, or those in the first HEAD bytes. Raises DataError if these rows show
+    that the column is missing or holds something other than text."""
     head: list[Row] = []
     seen: dict[str, Any] = {}  # the columns so far, each with a value if there was one
     size = 0
@@ -302,10 +302,11 @@ def _lines(stream: io.BufferedReader, file: str, text_column: str, seed: int | N
 def _lines_between(
     stream: io.BufferedReader, start: int, end: int | None, file: str, text_column: str
 ) -> Iterator[_Record]:
-    """The lines that begin in the bytes from `start` to before `end` of `file`; `stream` is at `start`."""
+    """The lines of `file` that begin at byte offsets from `start` up to, but not including, `end`. `stream` must be
+    positioned at `start`."""
     at, before = start, None
     for number in count(start=1):
-        # Keep only the record while it is used, because a line may take gigabytes.
+        # Do not keep the line while its record is in use, because a line may take gigabytes.
         if (end is not None and at >= end) or (record := _line(stream.readline(), file, text_column)) is None:
             return
         at += record.size
@@ -317,7 +318,8 @@ def _lines_between(
 
 
 def _line_breaks(file: str, end: int) -> int:
-    """The number of line breaks in the first `end` bytes of `file`. Only for messages: it reads these bytes."""
+    """The number of line breaks in the first `end` bytes of `file`. Slow, because it reads these bytes; used
+    only for messages."""
     with _binary(file) as opened:
         return sum(opened.read(min(READ_AHEAD, end - at)).count(b"\n") for at in range(0, end, READ_AHEAD))
 
@@ -326,10 +328,10 @@ _BLANK = Row(None)
 
 
 def _line(line: bytes, file: str, text_column: str) -> _Record | None:
-    """The record of `line`; its row is _BLANK if the line is blank. None after the last line."""
+    """The record in `line`, whose row is _BLANK if the line is blank. None if `line` is empty, after the last line."""
     if not line:
         return None
-    content = line.removeprefix(codecs.BOM_UTF8)  # a file concatenated from several has several byte order marks
+    content = line.removeprefix(codecs.BOM_UTF8)  # concatenated files have several byte order marks
     if not content or content.isspace():
         return _Record(_BLANK, None, len(line))
     value, broken = None, None
@@ -378,7 +380,7 @@ def _reason(error: Exception) -> str:
 
 
 def _named(value: Any) -> str:
-    """The kind of a JSON value, for messages."""
+    """The type of a JSON value, in words, for messages."""
     if isinstance(value, dict):
         return f"an object ({', '.join(map(str, value))})"
     kinds = {list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
@@ -386,7 +388,7 @@ def _named(value: Any) -> str:
 
 
 def _no_column(file: str, text_column: str, columns: dict[str, Any]) -> str:
-    """The message for a missing column. `columns`: the existing ones, each with a sample value."""
+    """The message for a missing column. `columns`: the existing columns, each with a sample value."""
     texts = [name for name, value in columns.items() if isinstance(value, str)]
     remedies = [f"set data.text_column to one of {', '.join(texts)}"] if texts else []
     remedies += [lifted for name, value in columns.items() if (lifted := _lifted(file, name, value))]
@@ -396,7 +398,7 @@ def _no_column(file: str, text_column: str, columns: dict[str, Any]) -> str:
 
 
 def _lifted(file: str, name: str, value: Any) -> str | None:
-    """How to extract the text nested in `value` of the column `name`; None if there is none."""
+    """A remedy that extracts the text nested in `value`, a sample from the column `name`; None if there is no text."""
     fields = value.items() if isinstance(value, dict) else ()
     inner = next((key for key, found in fields if isinstance(found, str)), None)
     if inner is None:

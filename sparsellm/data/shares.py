@@ -1,15 +1,16 @@
-"""How much preparation reads of each file: a share of the tokens asked for, in proportion to the file's size.
+"""Decides how much preparation reads from each file: a share of the requested tokens, in proportion to the file's size.
 
-Preparation goes through the files in passes. A pass has a goal: the number of training tokens to reach. Each file has a
-target: the number to reach after this file, which adds up the shares of the files so far. So documents longer than a
-share cause no drift, and a file whose target is reached already is not opened. The last file is read until the goal is
-reached. If it ends earlier, another pass divides the rest among the files that have text left.
+Preparation goes through the files in passes. Each pass has a goal: the number of training tokens to reach. Each file
+has a target: the number to reach after this file, which is the sum of the shares of the files so far. So documents
+longer than a share cause no drift, and a file whose target has been reached already is not opened. The last file is
+read until the goal is reached. If that file ends earlier, another pass divides the rest among the files that have text
+left.
 
-Within a file, documents come from shuffled blocks (rows.py). A later pass, for example of an extension, continues in
-each file where the last one stopped: no document is used twice, and tokens are only appended.
+Within a file, documents come from shuffled blocks (rows.py). A later pass, for example in an extension, continues each
+file where the previous pass stopped: no document is used twice, and tokens are only appended.
 
-The reader is ahead of the tokenizing processes, whose number must not change the result. So it compares targets with an
-estimate: the characters read, times the tokens per character of a sample of the same file.
+The reader is ahead of the tokenizing processes, whose number must not change the result. So the reader compares targets
+with an estimate: the characters read, times the tokens per character in a sample of the same file.
 """
 
 from collections.abc import Iterator
@@ -21,23 +22,24 @@ from sparsellm.data.corpus import Document
 from sparsellm.data.manifest import Manifest, is_enough, tokens_left
 from sparsellm.data.tokenizer import Vocabulary
 
-# To estimate a file's tokens per character, its first documents are tokenized: their number, and characters of each.
+# Sample for estimating a file's tokens per character: its first documents, and the first characters of each.
 SAMPLE_DOCUMENTS, SAMPLE_TEXT = 32, 20_000
-# Files are sampled while all samples are smaller than this many tokens plus this fraction of the tokens read.
+# Further files are sampled as long as all samples together have at most this many tokens, plus this fraction of the
+# tokens read.
 FREE_SAMPLES, SAMPLED_FRACTION = 50_000, 0.02
 
 
 class Estimate(NamedTuple):
-    """The reader's estimates after a document; saved with its position."""
+    """The reader's running token estimate after a document; saved with the document's position."""
 
-    tokens: float  # training tokens, estimated
-    ratio: float = 0.0  # tokens per character of the current file
-    sampled: int = 0  # tokens of all samples of the pass
-    characters: int = 0  # characters of these samples
+    tokens: float  # estimated number of training tokens
+    ratio: float = 0.0  # tokens per character in the current file
+    sampled: int = 0  # tokens in all of this pass's samples
+    characters: int = 0  # characters in all of this pass's samples
 
 
 def begin_pass(manifest: Manifest, limit: int) -> int:
-    """Begin a pass unless one is under way. Returns its goal: an earlier one that is not reached yet, or `limit`."""
+    """Begin a pass unless one is under way. Returns the pass's goal: an earlier goal not reached yet, or `limit`."""
     unreached = [goal for goal in manifest.goals if not is_enough(manifest, goal)]
     if not unreached:
         manifest.goals.append(limit)
@@ -59,8 +61,8 @@ def used_up(manifest: Manifest) -> set[str]:
 
 
 def finish(manifest: Manifest) -> None:
-    """End the pass of a finished preparation. If fewer tokens were requested than the pass would give, the pass stays
-    open, and an extension continues it."""
+    """End a finished preparation's pass. If fewer tokens were requested than the pass would yield, the pass stays open,
+    and an extension continues it."""
     if is_enough(manifest, manifest.goals[-1]):
         manifest.targets, manifest.position = {}, dict(corpus.START)
     elif left := [file for file, target in manifest.targets.items() if target > manifest.train.tokens]:
@@ -74,9 +76,8 @@ def finish(manifest: Manifest) -> None:
 def documents(
     manifest: Manifest, vocabulary: Vocabulary, text_column: str, skip_bad_records: bool
 ) -> Iterator[Document]:
-    """The documents of the pass under way from `manifest.position` on, and after the last one of a file an `end`.
-
-    Without targets, all documents in order.
+    """The current pass's documents from `manifest.position` on. After a file's last document comes a Document with
+    `end` set. Without targets, yields all documents in order.
     """
     files, position, targets = list(manifest.source_files), manifest.position, manifest.targets
     estimate, held_out = Estimate(*position.get("estimate", (0,))), manifest.recipe["data.validation_fraction"]
@@ -105,7 +106,7 @@ def documents(
 def _sampled(
     found: Iterator[Document], estimate: Estimate, vocabulary: Vocabulary
 ) -> tuple[Iterator[Document], Estimate]:
-    """The documents `found` in a file, and the estimate with the file's tokens per character."""
+    """The documents `found` in a file, and `estimate` updated with the file's tokens per character."""
     head: list[Document] = []
     tokens = characters = 0
     if estimate.sampled <= FREE_SAMPLES + SAMPLED_FRACTION * estimate.tokens:

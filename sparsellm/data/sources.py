@@ -1,10 +1,10 @@
-"""Checks whether the source text of prepared tokens has changed.
+"""Checks whether the text from which tokens were prepared has changed.
 
 A manifest identifies each local source file by a checksum (`Manifest.source_checksums`): of all bytes if the file was
-read to its end, otherwise of its first and last MiB, because a share of a large corpus should not cost reading all of
-it. verified.json has the file's size and times. A file with a different size or time is read again: a copy, or a file
-that was only touched, counts as unchanged. Files from which no document was read may change. If none of the files
-exist, as on a machine that has only the tokens, nothing is reported.
+read to its end, otherwise of its first and last MiB, because preparing a share of a large corpus should not require
+reading all of it. verified.json has the file's size and times. A file whose size or times differ is read again, so that
+a copy, or a file that was only touched, counts as unchanged. Files from which no document was read may change. If none
+of the files exist, as on a machine that has only the tokens, nothing is reported.
 """
 
 from collections.abc import Iterable
@@ -23,11 +23,11 @@ from sparsellm.data.manifest import SPLITS, Manifest, Split
 from sparsellm.system.errors import listed
 
 NAMED = 3  # maximum number of files listed in one message
-_ENDS = "ends "  # prefix of a checksum of a file's first and last MiB
+_ENDS = "ends "  # prefix of checksums over a file's first and last MiB only
 
 
 def changes(manifest: Manifest, folder: Path) -> list[str]:
-    """How the text of a finished `folder` has changed, as a list of at most one message."""
+    """A message that says how the source text of a finished `folder` has changed; an empty list if it has not."""
     read = [file for file in manifest.source_files if file in manifest.source_checksums]
     there = [file for file in read if stamp(Path(file)) is not None]
     if not there:
@@ -52,7 +52,7 @@ def changes(manifest: Manifest, folder: Path) -> list[str]:
 
 
 def refusal(change: str, folder: Path) -> str:
-    """The message `change` from `changes`, with its remedy."""
+    """The message `change`, returned by `changes`, with a remedy."""
     return (
         f"{change}, so its tokens are those of the old text: prepare the current text in another folder (another"
         f" data.name), delete {folder} and prepare again, or restore the old text"
@@ -76,12 +76,13 @@ def _is_whole(recorded: str) -> bool:
 
 
 def _key(file: str, whole: bool) -> str:
-    """The key of a source in verified.json, distinct from those of the folder's own files."""
+    """The key for a source file in verified.json, distinct from the keys for the folder's own files."""
     return f"source {file}" if whole else f"ends of source {file}"
 
 
 def _checksum(file: str, whole: bool, verified: Verified) -> str:
-    """The checksum of a source file for the manifest; empty if the file does not exist. Raises DataError."""
+    """A source file's checksum for the manifest; empty if the file does not exist. Raises DataError if it cannot be
+    read."""
     key, path = _key(file, whole), Path(file)
     try:
         return verified.checksum(key, path) if whole else _ENDS + verified.checksum(key, path, digest=digest_of_ends)
@@ -92,7 +93,7 @@ def _checksum(file: str, whole: bool, verified: Verified) -> str:
 
 
 def _added(manifest: Manifest) -> list[str]:
-    """Files that match data.files now but did not when the text was read."""
+    """Files that match data.files now, but were missing when the text was read."""
     patterns = manifest.recipe.get("data.files")
     if not (manifest.exhausted and patterns):
         return []
@@ -100,8 +101,8 @@ def _added(manifest: Manifest) -> list[str]:
 
 
 def with_current_sources(data: DataConfig, folder: Path, manifest: Manifest) -> Manifest:
-    """`manifest` with the current source files. The file being read (which is then read again) and files that were not
-    read yet may have changed or disappeared. Raises DataError if any other file changed, or if files were added.
+    """`manifest` with the current source files. Files not read yet, and the file being read (which is then read again),
+    may have changed or disappeared. Raises DataError if any other file has changed, or if files were added.
     """
     before = manifest.source_files
     now = corpus.find_files(data) if data.source == Source.files else before
@@ -144,7 +145,7 @@ def with_current_sources(data: DataConfig, folder: Path, manifest: Manifest) -> 
 
 
 def _kept(manifest: Manifest) -> list[str]:
-    """The files that must not change, because their documents are in the tokens, or decide which documents are."""
+    """The files that must not change, because they contributed tokens, or decide which documents do."""
     files, position = list(manifest.source_files), manifest.position
     if manifest.seed is None:
         return files[: position["file"] + (position["document"] > 0)]
@@ -159,12 +160,12 @@ def _current(manifest: Manifest) -> str | None:
 
 
 def _before_the_file(folder: Path, manifest: Manifest, current: str) -> Manifest:
-    """`manifest` before the first document of the `current` file."""
+    """`manifest` as it was before the first document of the file `current`."""
     begun = manifest.begun
     assert begun is not None
     for split in SPLITS:
         with token_files.Writer(folder, split, manifest):
-            pass  # opening a Writer verifies all that was written; the part that is kept has no checksum of its own
+            pass  # opening a Writer verifies everything written so far; the part to keep has no separate checksum
     manifest = replace(
         manifest,
         **{**begun, **{split: Split(**begun[split]) for split in SPLITS}},
@@ -201,10 +202,10 @@ class Reading:
         self.files = list(manifest.source_files)
         self.stamps = {file: stamp(Path(file)) for file in self.files if "://" not in file}
         self.read: dict[str, bool] = {}  # for each file read since the last `sync`: whether it was read to its end
-        self.taken: dict[str, int] = {}  # documents and tokens taken from the current file
+        self.taken: dict[str, int] = {}  # counts of documents and tokens taken from the current file
 
     def count_document(self, document: Document) -> None:
-        """Count a document, or the end of its file."""
+        """Count a document, or the end of a file if `document.end` is set."""
         if not self.files:  # the embedded corpus
             return
         file = self.files[document.file]
@@ -215,12 +216,13 @@ class Reading:
             self.taken["all"] = int(document.end)
 
     def count_tokens(self, tokens: int) -> None:
-        """Count training tokens of the last document."""
+        """Add `tokens`, the last document's training tokens, to the count for the current file."""
         if self.taken:
             self.taken["tokens"] += tokens
 
     def sync(self) -> None:
-        """Record the checksums of the files. Raises DataError if one changed while it was read."""
+        """Record the checksums of the files read since the last `sync`. Raises DataError if a file changed while it was
+        being read."""
         for file in _checking(self.read):
             if file not in self.stamps:
                 continue

@@ -1,18 +1,19 @@
 """Trains on documents while they are read and tokenized, without disk space for tokens.
 
 Each epoch permutes the files and distributes them over the ranks, so that every file is read by one rank; a rank starts
-its next epoch when its own files end. Documents are packed into blocks as in manifest.py, without held-out and empty
-ones. Blocks are shuffled in groups: a group is collected, then permuted. (`IterableDataset.shuffle` would lose its
-buffer on a resume.)
+its next epoch when its own files end. Documents, except held-out and empty ones, are packed into blocks as in
+manifest.py. Blocks are shuffled in groups: a group is collected, then permuted. (`IterableDataset.shuffle` would lose
+its buffer on a resume.)
 
-The position is that of the group's first token, with the number of blocks of the group already used: a resume reads the
-group again and skips these blocks. A position is valid for one rank of a fixed number of ranks, one tokenizer (by
-content), and the same files; local files are identified by path, size, and their first and last MiB.
+A position consists of the position of the current group's first token, and the number of blocks already used from the
+group: a resume reads the group again and skips these blocks. A position is valid for one rank of a fixed number of
+ranks, one tokenizer (by content), and the same files; local files are identified by path, size, and their first and
+last MiB.
 
 Only local files before the position must be unchanged. Others may change or disappear (a file with a bad record has to
-be fixed): each epoch still permutes the files with which the run started, and missing ones are skipped. If the group
-has tokens of a changed file, reading restarts at the document of the position, or at the start of the file if that file
-changed: nothing is lost, and some sequences are repeated.
+be fixed): each epoch still permutes the files with which the run started, and missing ones are skipped. If the
+current group has tokens from a changed file, reading restarts at the document in the position, or, if that document's
+file has changed, at the start of the file: nothing is lost, and some sequences are repeated.
 """
 
 import os
@@ -49,7 +50,7 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class TokenStream:
-    """The endless stream of one rank."""
+    """One rank's endless stream of training sequences."""
 
     files: corpus.Files
     ends: dict[str, str]  # `corpus.ends` of `files`
@@ -57,7 +58,7 @@ class TokenStream:
     tokenizer_folder: Path
     validation_fraction: float
     sequence_length: int  # T
-    share: int  # blocks per step of this rank
+    share: int  # blocks per step on this rank
     rank: int
     world_size: int
     seed: int
@@ -78,9 +79,9 @@ class TokenStream:
     def validation(self, samples: int) -> torch.Tensor:
         """`samples` held-out blocks, or all if there are fewer: int64 [V, T + 1].
 
-        Every file (with more than MOST_FILES files, every second, every third, ...) gives a share of its first
-        documents in proportion to its size; hub files, whose sizes are unknown, give equal shares. So the blocks are
-        the same on every rank and in every run. Raises DataError if there are none, unless nothing is to be held out.
+        Every file (with more than MOST_FILES files, every second, every third, ...) contributes its first held-out
+        documents, in proportion to its size; hub files, whose sizes are unknown, contribute equally. So the blocks are
+        the same on every rank and in every run. Raises DataError if there are none, unless validation_fraction is 0.
         """
         length, others = self.sequence_length, list(self.files)
         if self.validation_fraction == 0:
@@ -119,10 +120,10 @@ class TokenStream:
         return tokens
 
     def batches(self, state: dict[str, Any] | None) -> Generator[Batch, None, None]:
-        """Endless (int64 [share, T + 1], state after it), from the start or from `state`.
+        """Yields (int64 [share, T + 1], state after these blocks) forever, from the start or from `state`.
 
-        Raises DataError if `state` is from another number of ranks, rank, tokenizer or begin-of-text token, or if files
-        have changed since they were read.
+        Raises DataError if `state` was saved with another number of ranks, rank, tokenizer or begin-of-text token, or
+        if files have changed since they were read.
         """
         vocabulary = self._vocabulary()
         identity: dict[str, Any] = {
@@ -149,7 +150,7 @@ class TokenStream:
             _Shares(stream, position),
             batch_size=None,
             pin_memory=self.pin_memory,
-            # Without a generator of its own, a loader draws a seed from the global one, so a resumed run would differ.
+            # Without its own generator, a loader draws a seed from the global one, so a resumed run would differ.
             generator=torch.Generator(),
             **(worker if self.workers else {}),
         )
@@ -158,7 +159,7 @@ class TokenStream:
 
     @property
     def names(self) -> list[str]:
-        """The files that each epoch permutes; files missing from `files` are skipped."""
+        """The files that are permuted in each epoch; those that are not in `files` are skipped."""
         return list(self.listed or self.files)
 
     def _order(self, epoch: int) -> list[str]:
@@ -167,7 +168,7 @@ class TokenStream:
         return [names[i] for i in permutation(len(names), self.seed, epoch)[self.rank :: self.world_size]]
 
     def _since(self, state: dict[str, Any]) -> tuple["TokenStream", dict[str, Any]]:
-        """The stream that continues from `state` with the current files, and the position in it.
+        """The stream that continues from `state` with the current files, and the position in the stream.
 
         Raises DataError if files that this rank has read completely have changed.
         """
@@ -212,14 +213,14 @@ class TokenStream:
         return stream, position
 
     def _of_group(self, state: dict[str, Any], order: list[str]) -> set[str]:
-        """Files from which the group of `state` may have tokens. `order`: its epoch's files from the current one on."""
+        """Files from which the group in `state` may have tokens. `order`: the epoch's files from the current one on."""
         epoch, last = state.get("reached", (None, None))  # states saved before 0.1.0 lack this key
         if epoch == state["epoch"]:
             return set(order[: order.index(last) + 1])
         return set(self.names)
 
     def shares(self, position: dict[str, Any]) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
-        """`batches` without checks, read in this process."""
+        """Like `batches`, but without checks, and read in this process."""
         rows: list[np.ndarray] = []
         given = position["given"]
         for start, group in self._groups(position):
@@ -236,7 +237,7 @@ class TokenStream:
         step = self.group_blocks * self.sequence_length
         skip, number = position["skip_tokens"], position["group"]
         buffer = np.empty(0, np.int64)
-        # Offset of each chunk in the buffer; negative once its first tokens are used up.
+        # Offset of each chunk in the buffer; negative once the chunk's first tokens are used up.
         starts: deque[tuple[int, dict[str, Any]]] = deque()
         for where, last, tokens in self._epochs(position):
             starts.append((len(buffer) - skip, where))

@@ -1,4 +1,4 @@
-"""Writes the files of a folder of prepared tokens: appends documents, and cuts the stream (manifest.py)."""
+"""Writes the files in a folder of prepared tokens: appends documents, and cuts the stream (manifest.py)."""
 
 import os
 from contextlib import suppress
@@ -39,7 +39,7 @@ def cut(folder: Path, manifest: Manifest, held_out: int) -> None:
 
 
 def _replace_end(path: Path, kept: int, values: np.ndarray) -> None:
-    """Truncate the file at `path` to its first `kept` numbers, and append `values`."""
+    """Truncate the file at `path` to its first `kept` integers, and append `values`."""
     with regular.to_write(path, "r+b") as file:
         file.truncate(kept * values.itemsize)
         file.seek(0, os.SEEK_END)
@@ -49,7 +49,7 @@ def _replace_end(path: Path, kept: int, values: np.ndarray) -> None:
 
 
 def sizes(split: str, manifest: Manifest) -> dict[str, int]:
-    """The sizes of one split's files."""
+    """The sizes in bytes of one split's files, by name."""
     counts: Split = getattr(manifest, split)
     return {
         f"{split}.tokens": counts.tokens * manifest.token_bytes,
@@ -88,7 +88,7 @@ class Writer:
 
     def __exit__(self, *_: object) -> None:
         for file in self.files.values():
-            with suppress(OSError):  # a full disk: `flush` has already raised this error, or has written everything
+            with suppress(OSError):  # disk full: `flush` already raised this error, or has written everything
                 file.close()
 
     def append(self, document: np.ndarray) -> None:

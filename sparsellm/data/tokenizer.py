@@ -2,7 +2,7 @@
 
 Tokens depend only on `tokenizer.json`. Loading the folder through the class in its `tokenizer_config.json` can change
 them: transformers 5 builds a GPT2Tokenizer from vocabulary and merges, and loses how SmolLM2 splits digits. The other
-files only provide the tokens that begin and end a text.
+files only provide the tokens that begin and end a document.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from sparsellm.system.files import read_json, write_whole
 KEY = "data.tokenizer"
 END_OF_TEXT = "<|endoftext|>"  # follows every document if the tokenizer has it
 _FILE, _CONFIG = "tokenizer.json", "tokenizer_config.json"
-_ROLES = (_CONFIG, "special_tokens_map.json")  # files that may define eos_token; the first one that does counts
+_ROLES = (_CONFIG, "special_tokens_map.json")  # files that may define eos_token; the first one that does is used
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,13 @@ class Vocabulary:
     tokenizer: Tokenizer
     end_of_text: str  # the token that follows every document: END_OF_TEXT, otherwise eos_token
     begin_of_text: str | None = None  # the token that precedes every document and every prompt
-    found: str | None = None  # the original tokenizer.json, if this one was changed
+    found: str | None = None  # the original content of tokenizer.json, if `tokenizer` was changed on loading
     changes: tuple[str, ...] = ()  # descriptions of the changes
 
 
 def load(name: str, key: str = KEY) -> Vocabulary:
-    """Load the tokenizer of a local folder, a tokenizer.json, a run or checkpoint, or a hub repository. `key`: the
-    configuration key of `name`, for messages. Raises DataError."""
+    """Load the tokenizer from a local folder, a tokenizer.json, a run or checkpoint, or a hub repository. `key`: the
+    configuration key whose value is `name`, for messages. Raises DataError if the tokenizer cannot be loaded."""
     path, given = Path(name).expanduser(), _given(key, name)
     here = path.exists()
     what = (
@@ -71,8 +71,8 @@ def load(name: str, key: str = KEY) -> Vocabulary:
 
 
 def _ours(vocabulary: Vocabulary) -> Vocabulary:
-    """`vocabulary` after `settle`, with its begin- and end-of-text tokens made special, so that text that spells one
-    out stays text."""
+    """`vocabulary` after `settle`, with its begin- and end-of-text tokens marked as special, so that a document that
+    spells one out is encoded as ordinary text."""
     tokenizer = vocabulary.tokenizer
     found, changes = tokenizer.to_str(pretty=True), tokenizer_file.settle(tokenizer)
     for token in filter(None, (vocabulary.end_of_text, vocabulary.begin_of_text)):
@@ -85,26 +85,26 @@ def _ours(vocabulary: Vocabulary) -> Vocabulary:
 
 
 def _given(key: str, name: str) -> str:
-    """The description of the tokenizer KEY=NAME for messages."""
+    """How messages refer to the tokenizer given by KEY=NAME."""
     return f"{key}={name}" if key == KEY else f"the tokenizer of {key}={name}"
 
 
 def _file_in(folder: Path) -> Path:
-    """The tokenizer.json of a folder, a checkpoint, or a run (all its checkpoints have the same)."""
+    """The path of tokenizer.json in a folder, a checkpoint, or a run (all checkpoints of a run have the same)."""
     found = (folder / _FILE, folder / HF / _FILE, *sorted((folder / CHECKPOINTS).glob(f"step_*/{HF}/{_FILE}")))
     return next(filter(Path.is_file, found), folder / _FILE)
 
 
 def _vocabulary(file: Path, given: str, find: Callable[[str], Path]) -> Vocabulary:
-    """The tokenizer of `file` with its begin- and end-of-text tokens. `given`: its description for messages. `find`
-    returns the paths of other files in its folder. Raises DataError."""
+    """The tokenizer in `file`, with its begin- and end-of-text tokens. `given`: how messages refer to the tokenizer.
+    `find` returns the paths of other files in the same folder. Raises DataError if the file is damaged."""
     try:
         tokenizer = tokenizer_file.load(file)
     except tokenizer_file.BrokenTokenizer as error:
         raise DataError(
             f"{given} cannot be loaded because {file} is damaged: {error}; restore an intact copy"
         ) from error
-    # Settings for other uses, which would silently truncate or pad documents.
+    # Drop settings, meant for other uses, that would silently truncate or pad documents.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     end = END_OF_TEXT if tokenizer.token_to_id(END_OF_TEXT) is not None else _end_of_text(tokenizer, given, find)
@@ -134,8 +134,8 @@ def _end_of_text(tokenizer: Tokenizer, given: str, find: Callable[[str], Path]) 
 
 
 def _named(role: str, files: Iterable[Path]) -> tuple[Path | None, Any]:
-    """The first of `files` that defines a token for `role`, and the token; (None, None) if none does. Raises
-    DataError."""
+    """The first of `files` that defines a token for `role`, and the token; (None, None) if none does. Raises DataError
+    if a file is damaged."""
     for path in filter(Path.is_file, files):
         found = read_json(path, DataError, "restore it").get(role)
         token = found.get("content") if isinstance(found, dict) else found  # a string or an AddedToken
@@ -146,7 +146,7 @@ def _named(role: str, files: Iterable[Path]) -> tuple[Path | None, Any]:
 
 def _on_the_hub(name: str, given: str, file: str) -> Path:
     """The local copy of a file in a hub repository; a nonexistent path if the repository has no such file. Raises
-    DataError if the hub cannot be asked."""
+    DataError if the hub cannot be reached."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import LocalEntryNotFoundError, RemoteEntryNotFoundError
 
@@ -162,7 +162,7 @@ def _on_the_hub(name: str, given: str, file: str) -> Path:
 
 
 def train(texts: Iterable[str], vocab_size: int) -> Vocabulary:
-    """A byte-level BPE with END_OF_TEXT as id 0. The same texts give the same tokenizer."""
+    """A byte-level BPE tokenizer trained on `texts`, with END_OF_TEXT as id 0. Training is deterministic."""
     tokenizer = tokenizer_file.plain()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -178,7 +178,7 @@ def save(vocabulary: Vocabulary, folder: Path) -> str:
     """Write `vocabulary` to `folder`, for `load` and AutoTokenizer, and return its `digest`."""
     folder.mkdir(parents=True, exist_ok=True)
     content = serialized(vocabulary)
-    # A class that only wraps tokenizer.json and has this name in both transformers 4 and 5.
+    # PreTrainedTokenizerFast only wraps tokenizer.json, and has the same name in transformers 4 and 5.
     end = vocabulary.end_of_text
     roles = {"bos_token": vocabulary.begin_of_text or end, "eos_token": end, "pad_token": end}
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **roles}
@@ -188,14 +188,14 @@ def save(vocabulary: Vocabulary, folder: Path) -> str:
 
 
 def serialized(vocabulary: Vocabulary) -> str:
-    """The tokenizer.json that `save` writes."""
+    """The content of tokenizer.json, as `save` writes it."""
     return vocabulary.tokenizer.to_str(pretty=True)
 
 
 def digest(vocabulary: Vocabulary, content: bytes | None = None) -> str:
-    """A sha256 of everything that decides the tokens of documents: tokenizer.json, the end-of-text token if it is not
-    END_OF_TEXT, and the begin-of-text token if there is one. `content`: tokenizer.json, if not the one that `save`
-    writes."""
+    """A sha256 of everything that determines how documents are tokenized: tokenizer.json, the end-of-text token if it
+    is not END_OF_TEXT, and the begin-of-text token if there is one. `content`: content of tokenizer.json; default: as
+    `save` writes it."""
     content = serialized(vocabulary).encode() if content is None else content
     own = b"" if vocabulary.end_of_text == END_OF_TEXT else f"\n{vocabulary.end_of_text}".encode()
     begin = b"" if vocabulary.begin_of_text is None else f"\nbegins with {vocabulary.begin_of_text}".encode()
@@ -203,8 +203,8 @@ def digest(vocabulary: Vocabulary, content: bytes | None = None) -> str:
 
 
 def digests(vocabulary: Vocabulary) -> set[str]:
-    """The digests that prepared tokens may have: `digest`, or, if they were prepared before 0.1.0, that of the
-    tokenizer as it was found."""
+    """The digests that prepared tokens may have: `digest`, or, if the tokens were prepared before 0.1.0, the digest of
+    the unchanged tokenizer."""
     contents = [None] if vocabulary.found is None else [None, vocabulary.found.encode()]
     return {digest(vocabulary, content) for content in contents}
 
@@ -221,7 +221,7 @@ def end_of_text_id(vocabulary: Vocabulary) -> int:
 
 
 def special_ids(vocabulary: Vocabulary) -> set[int]:
-    """The ids of special tokens, which `encode` never produces within a document."""
+    """The ids of special tokens, none of which `encode` produces inside a document."""
     return {number for number, token in vocabulary.tokenizer.get_added_tokens_decoder().items() if token.special}
 
 
@@ -237,8 +237,8 @@ def form(vocabulary: Vocabulary) -> str:
 
 
 def say_form(vocabulary: Vocabulary, given: str) -> None:
-    """Print the form of documents unless it is the default (only END_OF_TEXT at the end), and each change. `given`:
-    KEY=NAME."""
+    """Print each change made to the tokenizer, and the form of documents unless it is the default (only END_OF_TEXT at
+    the end). `given`: the setting KEY=NAME that names the tokenizer."""
     for change in vocabulary.changes:
         print(f"{given}: {change}.", flush=True)
     if form(vocabulary) != f"TEXT {END_OF_TEXT}":
@@ -246,17 +246,17 @@ def say_form(vocabulary: Vocabulary, given: str) -> None:
 
 
 def encode(vocabulary: Vocabulary, texts: list[str]) -> "list[array[int]]":
-    """The ids of each document, with the end-of-text token at the end and, if there is one (Llama's <s>), the
-    begin-of-text token at the start. Documents are encoded in parallel.
+    """The token ids of each document in `texts`, with the end-of-text token at the end and, if there is one (Llama's
+    <s>), the begin-of-text token at the start. Documents are encoded in parallel.
 
-    Text that spells out a special token stays text: only the end of a document ends it.
+    If a document spells out a special token, this is encoded as ordinary text, so it does not end the document.
     """
     tokenizer, end, begin = vocabulary.tokenizer, end_of_text_id(vocabulary), begin_of_text_id(vocabulary)
     tokenizer.encode_special_tokens = True
-    # uint32, because Python integers would take ten times the memory of the text of a long document.
+    # uint32, because for a long document Python integers would take ten times the memory of its text.
     documents = [array("I", () if begin is None else (begin,)) for _ in texts]
-    # A model may itself produce such a token for text that spells it out, for example a Unigram with it in its
-    # vocabulary.
+    # A model may itself produce a special token for text that spells it out, for example a Unigram model with the token
+    # in its vocabulary.
     around = [each for each in (end, begin) if each is not None]
     reached = [each for each in around if each in _made(tokenizer, str(tokenizer.id_to_token(each)))]
     for batch in pieces.batches(tokenizer, texts):
@@ -280,7 +280,7 @@ def encode(vocabulary: Vocabulary, texts: list[str]) -> "list[array[int]]":
 
 
 def _spelled(tokenizer: Tokenizer, special: int) -> list[int]:
-    """Ordinary tokens that spell the text of the `special` token, in two parts. Raises DataError if there are none."""
+    """Ordinary tokens that spell out the `special` token, in two parts. Raises DataError if there are none."""
     text = str(tokenizer.id_to_token(special))
     for middle in range(1, len(text)):
         first, second = _made(tokenizer, text[:middle]), _made(tokenizer, text[middle:])
@@ -292,7 +292,7 @@ def _spelled(tokenizer: Tokenizer, special: int) -> list[int]:
 
 
 def _made(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The model's tokens for a word; [] if it refuses, for example without an unknown token."""
+    """The model's tokens for a word; [] if the model cannot encode it, for example because it has no unknown token."""
     try:
         return [token.id for token in tokenizer.model.tokenize(text)]
     except Exception:  # the library raises bare Exception
