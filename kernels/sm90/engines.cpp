@@ -296,7 +296,7 @@ cudaError_t tile_forward(const Layer& a, const TileShape& s, void* workspace, vo
   if (saving) {
     SPARSELLM_TRY(cudaMemsetAsync(plan.totals, 0, kTotals * sizeof(int32_t), stream));
   } else {
-    plan.totals = totals_of(result.counts);  // gate_pack zeroes these
+    plan.totals = totals_of(result.counts);  // gate_pack zeroes the totals
   }
   SPARSELLM_TRY(gate_pack(a.x, a.thresholded(), a.m, a.k, a.n, w.packed, kCountsLength, false, stream));
   SPARSELLM_TRY(pack_rows(w.packed, a.m, a.n, plan, stream));

@@ -108,8 +108,8 @@ constexpr bool packs_product(int64_t m) { return m > kFewTokens && m < kManyToke
 cudaError_t pack_product(const Packed& out, int64_t m, int64_t n, int64_t zeroed, cudaStream_t stream);
 
 // Fills the plan from the packed gate, rows and tokens: each token tile's neurons and nonzeros, and the work items.
-// Sets counters[kUnion] to the neurons of each of the plan's tiles, summed over the tiles. If tokens are ordered, these
-// tiles differ from the tiles for which gate_pack counted. If the lists overflow, tile_plan adds 1 to
+// Sets counters[kUnion] to the number of neurons in each tile of the plan, summed over the tiles. If tokens are
+// ordered, these tiles differ from the tiles for which gate_pack counted. If the lists overflow, tile_plan adds 1 to
 // counters[kRestCalls] and leaves counters[kUnion] as it is.
 cudaError_t tile_plan(const Packed& packed, int64_t m, int64_t n, const TilePlan& plan, cudaStream_t stream);
 
@@ -233,7 +233,7 @@ struct RestBackward {
   const void *x, *dy;                      // bf16 [M, K]
   const void *w_gate, *w_up, *w_down_t;    // bf16 [N, K]
   const float* dl1;                        // [1]
-  void *dx, *dw_gate, *dw_up, *dw_down_t;  // bf16, of the shapes of x and the weights
+  void *dx, *dw_gate, *dw_up, *dw_down_t;  // bf16, shaped like x and the weights
   bool float_gradients;                    // if true, the weights' gradients are float32
   void* planes;                            // rest_backward_workspace(m, n) bytes
   int32_t* arrivals;                       // [2] zero before and after

@@ -113,7 +113,7 @@ def _draw(folder: Path, title: str, results: dict[str, Any], counted: activity.A
     """Write the figures. Stops at the first error, which is reported as a warning."""
     try:
         with needed_by("drawing"):
-            from sparsellm.analysis import figures  # deferred: importing it takes 0.5 s
+            from sparsellm.analysis import figures  # deferred: this import takes 0.5 s
 
         for name, content in figures.draw(title, results, counted).items():
             write_whole(folder / name, content)

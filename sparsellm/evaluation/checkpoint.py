@@ -304,7 +304,7 @@ class Evaluation:
         return self.loading
 
     def _accelerate(self, model: torch.nn.Module, kernels: Kernels) -> None:
-        """Switch to `kernels` if they can run, and set `self.kernels` and `self.obstacle`. Raises EvaluationError."""
+        """Switch to `kernels` if they can run, and set `self.kernels` and `self.obstacle`, or raise EvaluationError."""
         self.kernels, self.obstacle = "torch", obstacle(kernels, self.ranks.device.type)
         if self.obstacle:
             return

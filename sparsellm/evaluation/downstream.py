@@ -1,6 +1,6 @@
 """Accuracy of a model in memory on downstream tasks, computed by lm-eval, with requests distributed over ranks.
 
-Every rank holds the model and builds the requests of its share of a task's rows (task_requests.py). All ranks have the
+Every rank holds the model and builds the requests for its share of a task's rows (task_requests.py). All ranks have the
 tokens of all requests, sort the requests by length and cut them into batches independently of the number of ranks; then
 the ranks take turns with the batches. So batches have the same shapes on one rank and on eight, and scores are equal.
 

@@ -21,7 +21,7 @@ def record(found: dict[str, Any]) -> None:
             config = load(run / CONFIG)
             variable = wandb_variables().get("wandb")
             if variable is not None and variable.mistake is None:
-                # The variable is set for this machine, which may be offline: it restricts the run's mode only.
+                # The variable is set for this machine, which may be offline. It can only restrict the run's mode.
                 modes = config.logging.wandb, WandbMode[variable.value]
                 config.logging.wandb = max(modes, key=list(WandbMode).index)
             wandb = WandbRun(config, run)

@@ -38,7 +38,7 @@ class Request:
 
     @classmethod
     def of(cls, config: EvaluateConfig) -> "Request":
-        """The request made by `config`. Raises CheckpointNotFound."""
+        """The request made by `config`. Raises CheckpointNotFound if its checkpoint does not exist."""
         assert config.checkpoint is not None
         checkpoint = locate(config.checkpoint)
         return cls(config, checkpoint, checkpoint.output(EVALUATION, config.output_dir, config.limit))
@@ -46,7 +46,7 @@ class Request:
     def opened(self, identity: str) -> "Request":
         """This request with its dtype, and the output folder for that dtype. `identity`: the checkpoint's.
 
-        Raises BrokenModel, and OSError if the hub cannot be read.
+        Raises BrokenModel if the model cannot be used, and OSError if the hub cannot be read.
         """
         dtype, why = computed_in(self.config.dtype, self.checkpoint)
         mixed = dtypes(self.output, identity) - {dtype_name(dtype)}

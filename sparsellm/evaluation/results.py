@@ -110,7 +110,7 @@ def _samples(folder: Path, name: str) -> Path:
 
 
 def as_json(results: dict[str, Any]) -> str:
-    """The exact text of the RESULTS file for `results`."""
+    """The exact contents of the RESULTS file for `results`."""
     return json.dumps(results, indent=1) + "\n"
 
 

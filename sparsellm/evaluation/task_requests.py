@@ -1,6 +1,6 @@
 """Builds the requests of tasks with lm-eval and tokenizes them, in a thread, two tasks ahead of the GPU.
 
-Each rank builds the requests of its share of a task's rows (every `world_size`-th row), and computes the metrics of
+Each rank builds the requests for its share of a task's rows (every `world_size`-th row), and computes the metrics of
 its rows. A rank sees only the tokens of other ranks' requests.
 """
 

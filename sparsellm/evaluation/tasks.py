@@ -51,7 +51,7 @@ class LoadedTask:
     name: str
     task: Any  # an lm-eval task
     split: str
-    note: str | None  # a caveat about the score, for its reader
+    note: str | None  # a caveat to show with the score
     identity: str  # identifies the rows and the version of the task
 
 
@@ -139,7 +139,7 @@ def each_row(dataset: Any) -> Iterator[dict[str, Any]]:
 
 
 def local_rows(name: str, data_dir: str) -> Path:
-    """The file with the rows to score. Raises TaskUnavailable, which lists the accepted names."""
+    """The file with the rows to score. If there is none, raises TaskUnavailable, which lists the accepted names."""
     splits, folder = dict.fromkeys((TASKS[name].split, "validation")), Path(data_dir).expanduser() / name
     wanted = [folder / f"{split}{suffix}" for split in splits for suffix in FORMATS]
     for path in wanted:

@@ -32,9 +32,9 @@ FIELDS = {
     "init_std": "initializer_range",
     "tie_embeddings": "tie_word_embeddings",
 }
-# Classes of transformers by their model_type.
+# Transformers classes by model_type.
 CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "arcee": "Arcee"}
-# Features that the decoder lacks: keys of config.json, and the values that switch them off.
+# Features that the decoder lacks: keys of config.json, and the values that disable each feature.
 ABSENT: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False,),  # true would add a bias to o_proj too
     "mlp_bias": (False,),

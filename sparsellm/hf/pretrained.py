@@ -33,7 +33,7 @@ FOREIGN = {
     "adapter_config.json": "an adapter to another model",
     "shard-*.safetensors": "part of a distributed checkpoint",
 }
-# Keys of config.json that decide what these models compute; transformers would fill them in if absent.
+# Required keys of config.json, which determine what a model computes. For absent keys, transformers uses defaults.
 REQUIRED = (
     "hidden_act", "hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads",
     "num_hidden_layers", "rms_norm_eps", "rope_theta", "vocab_size",
@@ -66,7 +66,7 @@ COMPANIONS = (
     "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
 SHAPES = "whose shape differs from config.json"
-TEXTS = (".json", ".md", ".txt", ".jinja", ".model")  # libraries read these files whole
+TEXTS = (".json", ".md", ".txt", ".jinja", ".model")  # suffixes of files that libraries read whole
 PARAMETERS_PER_BYTE = 4  # upper bound: a quantized model has at least 2 bits per parameter
 
 

@@ -48,7 +48,7 @@ def plain() -> Tokenizer:
 
 
 def load(path: Path) -> Tokenizer:
-    """The tokenizer in the tokenizer.json at `path`. Raises BrokenTokenizer, or OSError if the file cannot be read."""
+    """The tokenizer in the tokenizer.json at `path`. Raises BrokenTokenizer if it is broken, OSError if unreadable."""
     check(path)
     try:
         return Tokenizer.from_file(str(path))

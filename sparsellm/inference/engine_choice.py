@@ -237,7 +237,7 @@ class EngineChoice:
         self.w_down_t = made = NeuronMajor(weight, source, state)
         return made
 
-    @torch.inference_mode(False)  # a tensor created in inference mode cannot be written outside of it
+    @torch.inference_mode(False)  # a tensor created in inference mode cannot be written outside inference mode
     def _send(self, m: int, counts: Tensor) -> None:
         """Start the copy of a call's counts to the host."""
         if is_capturing() or not self.deciding.acquire(blocking=False):

@@ -80,7 +80,7 @@ class SparseFeedForward(nn.Module):
     def _choose(
         self, original: nn.Module, traced: bool, engine: str | None, policy: Policy, in_training: TrainingChoice | None
     ) -> None:
-        self.original = (original,)  # in a tuple, because a plain attribute would register it as a child
+        self.original = (original,)  # in a tuple, because a plain attribute would register the original as a child
         self.gated, self.returns_statistics = "gate_proj" in self._modules, isinstance(original, OWN)
         self.traced, self.in_training = traced, in_training
         # Set once by our trainer, which writes each new plan into the tensor; compiled code would miss a new tensor.

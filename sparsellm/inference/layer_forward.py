@@ -129,7 +129,7 @@ def by_kernels(x: Tensor) -> bool:
 
 
 def _kernels() -> ModuleType:
-    from sparsellm.inference import kernels  # imported here, because a CPU machine may lack triton, which it imports
+    from sparsellm.inference import kernels  # imported here, because a CPU machine may lack triton
 
     return kernels
 

@@ -4,9 +4,9 @@ These counts are properties of the kernels, identical on all GPUs, and operators
 itself is chosen at a higher level, from measured costs (sparsellm.policy). Letters: M tokens, N neurons.
 """
 
-# FEW_TOKENS and MANY_TOKENS must equal kFewTokens and kManyTokens of the CUDA kernels (kernels/engines.h); loading the
-# library checks that. Up to FEW_TOKENS, a call is bound by reading the weights. The tile engine needs at least
-# MANY_TOKENS. For token counts in between, cuBLAS computes the gate GEMM.
+# FEW_TOKENS and MANY_TOKENS must equal kFewTokens and kManyTokens of the CUDA kernels (kernels/engines.h); this is
+# checked when the library is loaded. Up to FEW_TOKENS, a call is bound by reading the weights. The tile engine needs at
+# least MANY_TOKENS. For token counts in between, cuBLAS computes the gate GEMM.
 FEW_TOKENS = 64
 MANY_TOKENS = 1536
 # Fewer tokens are not reordered, because ordering would take longer than it saves (LOG.md, "Ordering tokens by the

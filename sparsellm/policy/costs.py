@@ -138,7 +138,7 @@ class Costs(LayerCosts):
 
     @classmethod
     def of_json(cls, values: dict[str, Any]) -> "Costs":
-        """Raises KeyError, TypeError or ValueError if `values` did not come from `as_json`."""
+        """The inverse of `as_json`. Raises KeyError, TypeError or ValueError for other values."""
         forward, training = (
             {int(tokens): {Engine[name]: Cost(*cost) for name, cost in by.items()} for tokens, by in of.items()}
             for of in (values["forward"], values["training"])

@@ -64,7 +64,7 @@ class Formula(NamedTuple):
 
 
 class Data(NamedTuple):
-    """A cost file. gpu: part of the name of the measured GPU; None if no single GPU was measured in full."""
+    """A cost file. gpu: part of the measured GPU's name; None if no single GPU was measured in full."""
 
     gpu: str | None
     layer: tuple[int, int]  # K and N

@@ -1,4 +1,4 @@
-// The matrix product x w^T or x w of gate_pack, dense_hidden and dense_gradient. A CTA multiplies one tile after
+// The matrix product x w^T or x w in gate_pack, dense_hidden and dense_gradient. A CTA multiplies one tile after
 // another, and finishes each tile while the next one is multiplied.
 //
 // There is one persistent CTA per SM, in clusters of two. A cluster computes a pair of output tiles: the same 256
@@ -64,7 +64,7 @@ inline PairProduct pair_product_of(int64_t m, int64_t k, int64_t column_tiles) {
   return {m, static_cast<int>(column_tiles), static_cast<int>(ceil_div(k, kTileK)), static_cast<int>(band_tiles)};
 }
 
-// Launches a kernel of pairs early. The kernel before it in the stream must be `clear`, launched with early = false.
+// Launches a pair kernel early. The kernel before it in the stream must be `clear`, launched with early = false.
 // neurons: neurons per column tile, or 0 if the kernel does not count which neurons fire.
 template <class Kernel, class... Arguments>
 cudaError_t launch_pairs(Kernel kernel, const PairProduct& product, int neurons, cudaStream_t stream,
@@ -211,7 +211,7 @@ __device__ __forceinline__ int tell_fired(const PairCta& cta, const FinishedTile
   int in_union = 0;
   __syncwarp(kActive);
   if (lane % 4 == 0) {
-    cta.shared.fired[of.parity][lane / 4] = 0;  // these bits are set again two tiles later, behind another barrier
+    cta.shared.fired[of.parity][lane / 4] = 0;  // these bits are set again two tiles later, after another barrier
     cta.memory.fired[of.column_tile * kWords + lane / 4] = known | word;
     tell(of, lane, word);
     in_union = __popc(word);
@@ -274,7 +274,7 @@ __device__ __forceinline__ void consume_pairs(const PairCta& cta, Bf16 bf16) {
   }
 }
 
-// The whole body of a kernel of pairs. Its parameters:
+// The body of a pair kernel. Parameters:
 //   kWords                    words of 32 neurons per column tile; 0 if the kernel does not count which neurons fire
 //   kMajorMN                  1 if w is MN-major, as in multiply
 //   kFinishRegisters          registers per finishing thread; consumers get fewer registers if this is larger

@@ -28,7 +28,7 @@ constexpr uint32_t kTileBytes = kTileM * kTileN * 2;
 constexpr int kThreads = 384;
 constexpr int kConsumerWarps = 8;
 // Registers per thread. A kernel of kThreads threads is launched with 168 registers per thread. If the roles together
-// ask for more than that, setmaxnreg waits forever.
+// request more than that, setmaxnreg waits forever.
 constexpr int kProducerRegisters = 104;
 constexpr int kConsumerRegisters = 200;
 static_assert(128 * kProducerRegisters + 256 * kConsumerRegisters <= 168 * kThreads, "more registers than launched");

@@ -62,7 +62,7 @@ __device__ __forceinline__ uint32_t popc_bytes(uint32_t v) {
   return (v + (v >> 4)) & 0x0f0f0f0f;
 }
 
-// Returns the sum of the values of all lower lanes: values 2, 0, 3, ... give 0, 2, 2, 5, ...
+// Returns the sum of the values in all lower lanes: values 2, 0, 3, ... give 0, 2, 2, 5, ...
 __device__ __forceinline__ uint32_t exclusive_scan(uint32_t value, uint32_t lane) {
   uint32_t sum = value;
 #pragma unroll

@@ -1,9 +1,9 @@
 // dense_gradient: computes dz, du and h as dense matrices from dh = dy w_down, g and u; dh itself is never in global
 // memory. Non-gated (u is null): computes only dz and h.
 //
-// The kernel is a product of pairs (common/pairs.cuh), whose finished tiles are dh. Three warps compute dz, du and h
-// from dh, and from g and u, which they load from global memory, while the next tile is multiplied. w_down [K, N] is an
-// MN-major operand, because its rows run along N.
+// The kernel computes the product in pairs of tiles (common/pairs.cuh), and the finished tiles are dh. Three warps
+// compute dz, du and h from dh, and from g and u, which they load from global memory, while the next tile is
+// multiplied. w_down [K, N] is an MN-major operand, because its rows run along N.
 //
 // Numerics: dh is accumulated in float32 over K and rounded to bf16 once; elementwise.cuh has the arithmetic that
 // follows. The bits are the same in every run.

@@ -2,10 +2,10 @@
 // many nonzeros g has. The factors g and u are written only if the caller asks for them. Non-gated (w_up is null):
 // h = relu(x w_gate^T).
 //
-// The kernel is a product of pairs (common/pairs.cuh). In a gated layer, the 256 columns of a column tile are 128 rows
-// of w_gate and the same 128 rows of w_up. The first CTA of a cluster fetches the rows of w_gate, the second CTA those
-// of w_up, and each multicasts them to both. So a finished tile has g in columns 0 to 127 and u in columns 128 to 255,
-// and three warps compute h from these while the next tile is multiplied.
+// The kernel computes its product in pairs of tiles (common/pairs.cuh). In a gated layer, the 256 columns of a column
+// tile are 128 rows of w_gate and the same 128 rows of w_up. The first CTA of a cluster fetches the rows of w_gate, the
+// second CTA those of w_up, and each multicasts them to both. So a finished tile has g in columns 0 to 127 and u in
+// columns 128 to 255, and three warps compute h from these while the next tile is multiplied.
 //
 // Numerics: products are accumulated in float32 over K and rounded to bf16 once; the ReLU is exact, and NaN stays NaN;
 // h is rounded to bf16 once. A neuron is active if g is not zero; NaN is active. l1 is the float32 sum of |h|, after

@@ -22,7 +22,7 @@ constexpr int kFeedingWarp = kWarps;  // one additional warp, which fetches x
 constexpr int kThreads = 32 * (kWarps + 1);
 constexpr int kCluster = 4;
 constexpr int kNeurons = kColumnTile / kCluster;
-constexpr int kDepth = 4;          // pieces in flight per warp. A piece is 32 columns of k of all the CTA's neurons
+constexpr int kDepth = 4;          // pieces in flight per warp. A piece is 32 columns of k for all neurons of the CTA
 constexpr uint32_t kCopied = 512;  // bytes that a warp copies at once: 64 bytes of each of eight rows, 16 per lane
 constexpr int kNeuronCopies = kNeurons / 8;
 constexpr uint32_t kPiece = kNeuronCopies * kCopied;
@@ -30,7 +30,7 @@ constexpr uint32_t kOfWarp = kDepth * kPiece;
 constexpr int kRound = 64 * kWarps;                // columns of k per round: each warp has two pieces
 constexpr uint32_t kTokenPitch = kRound * 2 + 64;  // bytes between tokens. The padding lets 64 bytes of two rows use
                                                    // all banks
-// Shared memory holds x of three rounds of 16 tokens or, if there are fewer tokens, of up to kSlots rounds.
+// Shared memory holds x for three rounds of 16 tokens or, if there are fewer tokens, for up to kSlots rounds.
 constexpr int kTokenRows = 3 * kFewestTokens;
 constexpr int kSlots = 8;
 constexpr uint32_t kSumPitch = kNeurons + 8;  // floats between tokens. The padding lets the sums of eight tokens use

@@ -1,7 +1,8 @@
 // gate_pack: computes relu(x w^T) and writes it in the packed format; the dense matrix is never in global memory.
 //
-// For more than 64 tokens, gate_pack is a product of pairs (common/pairs.cuh): three warps pack a finished tile, four
-// rows at a time, while the next tile is multiplied. For fewer tokens there are other kernels (small.cuh, fewest.cuh).
+// For more than 64 tokens, gate_pack computes its product in pairs of tiles (common/pairs.cuh): three warps pack a
+// finished tile, four rows at a time, while the next tile is multiplied. For fewer tokens there are other kernels
+// (small.cuh, fewest.cuh).
 //
 // Numerics: z is accumulated in float32 over K and rounded to bf16 once, after the ReLU; a neuron is active if the
 // rounded value is not zero (NaN is active). Words, counts and masks are the same in every run.

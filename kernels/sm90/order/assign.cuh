@@ -145,8 +145,8 @@ __device__ __forceinline__ int best_score(const uint32_t (&plane)[8], const int4
   return best;
 }
 
-// Finds the cluster of each sampled token, by the leaders or by the profiles. A CTA has one part of the samples of one
-// chunk. Eight lanes share a token: lane 4 s + w counts, in bit planes, the overlaps with clusters 32 w .. 32 w + 31
+// Finds the cluster of each sampled token, by the leaders or by the profiles. A CTA handles one part of one chunk's
+// samples. Eight lanes share a token: lane 4 s + w counts, in bit planes, the overlaps with clusters 32 w .. 32 w + 31
 // over slice s of the token's neurons; a slice is every other group of eight neurons. If the profiles are used, a CTA
 // first computes its share of the clusters' similarities, so that sort_kernel can start its chain while tokens are
 // still being assigned.

@@ -39,8 +39,8 @@ __device__ __forceinline__ int mark_leaders(const Order& order, const Chunk& chu
   return price;
 }
 
-// Makes the leaders' table and prices if the table is too large for the shared memory of `assign`. Each CTA has one
-// range of neurons of one chunk.
+// Makes the leaders' table and prices if the table is too large for the shared memory of `assign`. Each CTA handles one
+// range of neurons in one chunk.
 __global__ void __launch_bounds__(kThreads) leaders_kernel(const Order order) {
   extern __shared__ uint4 shared[];  // this range's rows of the table
   ptx::griddepcontrol_launch_dependents();

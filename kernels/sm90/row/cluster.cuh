@@ -59,7 +59,7 @@ struct ClusterArguments : RowArguments {
                     // earlier run, and the piece of its last row, if that row continues in the next run
 };
 
-// One CTA of a cluster of kCluster CTAs; a chunk is kCluster nonzeros. kFull: k is 256 kVectors, the largest k that
+// One CTA in a cluster of kCluster CTAs; a chunk is kCluster nonzeros. kFull: k is 256 kVectors, the largest k that
 // fits. kDealt: for few tokens; rows are dealt to the clusters by their lengths, long rows are cut, and this kernel
 // computes the counts. All threads of the CTA call all methods, unless a method's comment says otherwise. Arrays in
 // registers are locals, passed by reference: if they were members, the members next to them would stay in local memory
@@ -73,7 +73,7 @@ struct ClusterCta {
   static constexpr uint32_t kWhole = 4 * kRound;
   static constexpr uint32_t kHiddenBytes = sizeof(float) * kCluster;
   static constexpr int kAdders = 64 * kSlices;  // threads that add the warps' sums, half a vector per thread
-  static constexpr int kAdderBarrier = 1;       // named barrier of these threads; barrier 0 is __syncthreads
+  static constexpr int kAdderBarrier = 1;       // named barrier of the adders; barrier 0 is __syncthreads
   static_assert(kClusterListed % kRound == 0, "a list must end where a chunk ends");
   using Up = uint4[kVectors];             // this lane's vectors of a row of W_u
   using Down = uint4[kCluster][kSlices];  // this lane's vectors, in the CTA's columns, of the W_d rows of a chunk
@@ -125,7 +125,7 @@ struct ClusterCta {
   uint32_t lane, rank;
   int cluster, clusters;
   int vectors;         // number of 16-byte vectors per row
-  int slice;           // number of vectors per CTA: this CTA's begin at slice * rank
+  int slice;           // number of vectors per CTA; this CTA's first vector is slice * rank
   int units = 0;       // number of units; with runs, this is the number of rows
   uint32_t share = 0;  // the length of a run
   uint32_t turn = 0, exchanges = 0;

@@ -85,7 +85,7 @@ __device__ __forceinline__ void list_nonzeros(const Packed& packed, int64_t row,
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             const uint32_t at =
-                index + i - 1;  // index among the column tile's nonzeros; for word 0, the count, it wraps around
+                index + i - 1;  // index among the column tile's nonzeros; wraps around for word 0, the count
             if (at < count && base + at - first < size) list[base + at - first] = words[i];
           }
         }

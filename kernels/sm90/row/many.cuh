@@ -231,7 +231,7 @@ struct ManyWarp {
     });
   }
 
-  // Writes one piece of columns of a chunk's sum. If the chunk is the whole row or the last chunk, writes it as y;
+  // Writes a chunk's sum for one piece of the columns. If the chunk is the whole row or the last chunk, writes it as y;
   // otherwise, writes it as float32 at `to`. For middle and last chunks, first adds the sum of the previous chunks,
   // which is at `to`.
   __device__ __forceinline__ void leave(Place place, int64_t row, float* to, int piece, const Sums& sums) const {

@@ -20,9 +20,9 @@ namespace {
 
 using namespace row;
 
-constexpr int64_t kSlotBytes = 64 << 20;   // maximum bytes of the chunks' sums of rows that are cut
-constexpr int64_t kMaxSlots = 8192;        // maximum number of these sums
-constexpr int64_t kMinSlots = 64;          // minimum number of these sums, however wide a row is
+constexpr int64_t kSlotBytes = 64 << 20;   // maximum bytes of all chunk sums of cut rows
+constexpr int64_t kMaxSlots = 8192;        // maximum number of chunk sums
+constexpr int64_t kMinSlots = 64;          // minimum number of chunk sums, however wide a row is
 constexpr int64_t kTotalBytes = 64 << 20;  // maximum bytes of the warps' sums over chunks, unless one warp per SM
                                            // needs more
 

@@ -23,7 +23,7 @@ struct Gather {
     for (int r = 0; r < kThreadRows; ++r) place[r] = swizzle_128(first_row + r, lane % 8);
   }
 
-  // This thread's first column of the 256 columns of a unit.
+  // This thread's first column among a unit's 256 columns.
   static __device__ __forceinline__ int64_t column_of(int column_tile, uint32_t lane) {
     return static_cast<int64_t>(column_tile) * kTileN + lane % 8 * 8;
   }

@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(kPlanThreads, 2)
   }
 }
 
-// Returns the sum of the values of all lower threads of the CTA, and sets `total` to the sum over all threads.
+// Returns the sum of the values in all lower-numbered threads of the CTA, and sets `total` to the sum over all threads.
 __device__ __forceinline__ uint32_t scan(uint32_t value, uint32_t* warp_sums, uint32_t& total) {
   const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const uint32_t before = exclusive_scan(value, lane);

@@ -2,7 +2,7 @@
 // nonzero. tile_weights reads the same operand tiles for every 256 columns of dW. It is faster to scatter the lists
 // once here, and to copy whole operand tiles there, than to scatter the lists for every 256 columns.
 //
-// A CTA has up to kBlocks blocks of one half of a neuron tile. For each block and list, it zeroes an operand tile in
+// A CTA handles up to kBlocks blocks of half a neuron tile. For each block and list, it zeroes an operand tile in
 // shared memory, scatters the list into it, and stores it with one bulk copy while it makes the next operand tile.
 // Numerics: values are only copied.
 #include "common/host.h"

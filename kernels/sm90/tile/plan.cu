@@ -74,7 +74,7 @@ __device__ __forceinline__ uint32_t warp_scan(uint32_t value) {
   return value;
 }
 
-// Returns the sum of the values of all lower threads of the CTA, and sets `total` to the sum over all threads.
+// Returns the sum of the values in all lower-numbered threads of the CTA, and sets `total` to the sum over all threads.
 template <int kPlanThreads>
 __device__ __forceinline__ uint32_t block_scan(uint32_t value, uint32_t* warp_sums, uint32_t& total) {
   const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, sum = warp_scan(value);
@@ -303,7 +303,7 @@ struct TilePlanner {
         slots[slot] = column;
       }
     }
-    if (threadIdx.x == kPlanThreads - 1) {  // the last thread, because it usually has no neurons
+    if (threadIdx.x == kPlanThreads - 1) {  // chosen because the last thread usually has no neurons
       shared.list =
           atomicAdd(reinterpret_cast<uint32_t*>(plan.totals + kListWords), shared.of_half[0] + shared.of_half[1]);
     }

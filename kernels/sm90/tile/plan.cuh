@@ -119,9 +119,9 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&v)[4], uint32_t lane) 
 }
 
 // Stores one row of a consumer thread's sums as bf16. A thread has sums of two rows of WGMMA's accumulator; `i` (0 or
-// 1) selects the row. `to` is the address of the lane's first eight columns; `column` is the index of the first of them
-// in a matrix of `columns` columns. Each 32 columns of a row are spread over four lanes, in four registers each. After
-// a transpose among the four lanes, each lane stores 16 contiguous bytes.
+// 1) selects the row. `to` is the address of the lane's first eight columns; `column` is the index of the first of
+// these columns in a matrix of `columns` columns. Each 32 columns of a row are spread over four lanes, in four
+// registers each. After a transpose among the four lanes, each lane stores 16 contiguous bytes.
 template <int kColumns>
 __device__ __forceinline__ void store_row(__nv_bfloat16* to, bool exists, int64_t column, int64_t columns, int i,
                                           const float* d, uint32_t lane) {

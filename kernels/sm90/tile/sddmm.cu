@@ -206,9 +206,9 @@ __device__ __forceinline__ void produce(const Memory& memory, const Problem& pro
 
 __device__ __forceinline__ float rounded(float value) { return __bfloat162float(__float2bfloat16_rn(value)); }
 
-// Where a half's nonzeros of each block of an item start in the lists. The last entry is where those of the last block
-// end: the nonzeros of block b are lists[bounds[b]] .. lists[bounds[b + 1] - 1]. A block that the half does not need
-// has an empty range.
+// For one half of an item: where each block's nonzeros start in the lists. The last entry is where the last block's
+// nonzeros end: the nonzeros of block b are lists[bounds[b]] .. lists[bounds[b + 1] - 1]. A block that the half does
+// not need has an empty range.
 using Bounds = uint32_t[kItemBlocks + 1];
 
 // One consumer thread's nonzeros of an item: `first`, first + 128, ... among the nonzeros of its half. The thread loads

@@ -84,8 +84,8 @@ struct Rounds {
 
   __device__ __forceinline__ int unit_in(int round) const { return deal(round, blockIdx.x, gridDim.x); }
 
-  // The code of the tile of a round's unit; if the round has no unit, the code of the first tile. The load is issued
-  // one round ahead, so that the code has arrived when it is needed.
+  // The tile code for a round's unit, or the first tile's code if the round has no unit. The load is issued one round
+  // ahead, so that the code has arrived when it is needed.
   __device__ __forceinline__ int4 code_in(int round) const {
     const int unit = unit_in(round);
     return a.order[unit < units ? unit / column_tiles : 0];

@@ -1,4 +1,4 @@
-"""Triton kernels of text generation: attention of one token, prompts, and pointwise operations."""
+"""Triton kernels for text generation: attention of one token, prompts, and pointwise operations."""
 
 from sparsellm.inference.kernels.decoding import attend_to_the_past, multiply
 from sparsellm.inference.kernels.pointwise import activate, sum_norm

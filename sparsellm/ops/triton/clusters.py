@@ -152,7 +152,7 @@ def assign(
     OF_ROW: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, CLUSTERS: tl.constexpr, TOKENS: tl.constexpr,
     CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, j) assigns the i-th group of TOKENS tokens of chunk j to clusters, and counts each cluster's tokens.
+    """Program (i, j) assigns the i-th group of TOKENS tokens in chunk j to clusters, and counts each cluster's tokens.
     It reads BLOCK words of a row at a time; BLOCK divides WORDS. If CHAINED, programs (0, j) make the chain at the same
     time, and i is program_id(0) - 1."""
     block = tl.program_id(0)

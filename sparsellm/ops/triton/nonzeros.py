@@ -58,7 +58,7 @@ def clear(rows, size, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def positions(bits, order, m, of_row, PITCH: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr):
     """For the ROWS positions of this program: (their tokens [ROWS]; the words of their bits [ROWS, WORDS], 0 after the
-    last token; the offsets of their rows of a tile matrix, int64 [ROWS, 1])."""
+    last token; the offsets of their rows in a tile matrix, int64 [ROWS, 1])."""
     position = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there, token = position < m, position
     if order is not None:

@@ -54,7 +54,7 @@ def sampled(
         item = tl.load(items + i)
         tile, block = item // (PITCH // BLOCK), item % (PITCH // BLOCK)
         position = tile * TILE + tl.arange(0, TILE)
-        token = tl.where(position < m, position, 0)  # rows after the last token compute token 0; nothing reads them
+        token = tl.where(position < m, position, 0)  # rows after the last token compute token 0, and are never read
         if order is not None:
             token = tl.load(order + token)
         slot = block * BLOCK + tl.arange(0, BLOCK)
