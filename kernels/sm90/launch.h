@@ -179,7 +179,7 @@ struct NeuronPlan {
   int32_t* totals;   // [4] NeuronTotal
 };
 // k: the number of columns of dW, which determines how tiles are cut. Returns cudaErrorInvalidValue if M is more than
-// kMaxSplitTokens, because the code of a piece has 16 bits for the number of a block of 64 tokens.
+// kMaxSplitTokens, because a piece's code has 16 bits for a block number, and a block has 64 tokens.
 constexpr int64_t kMaxSplitTokens = 65535 * 64;
 cudaError_t neuron_plan(const TilePlan& plan, int64_t m, int64_t k, int64_t n, const NeuronPlan& out,
                         cudaStream_t stream);

@@ -77,7 +77,7 @@ def _by_layer(axes: Axes, results: Row, activity: Activity) -> None:
 
 
 def _by_position(axes: Axes, results: Row, activity: Activity) -> None:
-    """Each layer's curve, their mean, and its fit. Positions are counted from 1, for the logarithm."""
+    """Each layer's curve, their mean, and its fit. Positions are counted from 1, because the axis is logarithmic."""
     means = position_bins(by_position(activity))
     positions = np.arange(activity.blocks.shape[1])
     middles = 1 + position_bins(positions)

@@ -122,7 +122,7 @@ def _measure(
     if baseline is not None:
         sides["baseline"] = Side(baseline, False)
     most = max(side.subject.config.num_layers for side in sides.values())
-    # The layers of all sides compile the same functions and share the limit.
+    # The layers of all sides compile the same functions, which share one recompile limit.
     torch._dynamo.config.recompile_limit = max(64, 8 * most)
     try:
         say(f"sparsellm: {subject.name}: training steps")

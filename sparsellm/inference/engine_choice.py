@@ -55,8 +55,8 @@ class NeuronMajor(NamedTuple):
 
 def state_of(weight: Tensor) -> tuple[int, int]:
     """(address, version): which tensor a weight is, and how often the tensor was changed in place. A copy is stale if
-    its source has another state now. In-place writes through `weight.data` are not detected, because `weight.data` has
-    a version counter of its own.
+    its source's state has changed since. In-place writes through `weight.data` are not detected, because `weight.data`
+    has a version counter of its own.
 
     Raises ValueError for a tensor created in inference mode, which has no version.
     """

@@ -49,7 +49,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class Attention(nn.Module):
-    """Causal attention with rotary positions, grouped where H_kv < H. x [B, T, K] -> [B, T, K]."""
+    """Causal attention with rotary positions, grouped-query if H_kv < H. x [B, T, K] -> [B, T, K]."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

@@ -134,7 +134,7 @@ def planes_of(saved: Tensor, count: int, m: int, n: int, dtype: torch.dtype) -> 
 def gate_pack(x: Tensor, w: Tensor) -> PackedGate:
     """relu(x w^T) packed (sparsellm.ops.twell): x [M, K] with M > 0, w [N, K]."""
     *packed, (nnz, wide_segments, _, union) = torch.ops.sparsellm_cuda.gate_pack(readable(x), readable(w))
-    return PackedGate(*packed, nnz, wide_segments, union)  # type: ignore[call-arg]  # a list has any length to mypy
+    return PackedGate(*packed, nnz, wide_segments, union)  # type: ignore[call-arg]  # mypy cannot see the length
 
 
 def capacity_of(m: int, n: int, room: int) -> int:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 TOKEN_TILE = 128  # tokens per token tile
-MAX_COLUMNS = 65_536  # K and N: a column index of the packed format is a uint16
+MAX_COLUMNS = 65_536  # maximum K and N: a column index of the packed format is a uint16
 COLUMN_TILE = 256  # columns per column tile, and per segment
 COMPRESSION = 8  # columns per word of a segment
 WORDS = COLUMN_TILE // COMPRESSION  # W

@@ -159,7 +159,7 @@ def whole_tiles(tokens: int) -> int:
 
 
 def costs_at(sizes: BySize, tokens: int) -> dict[Engine, Cost]:
-    """The costs of a call of `tokens` tokens, for each engine measured at token counts around it."""
+    """The costs of a call of `tokens` tokens, for each engine measured at token counts around `tokens`."""
     smallest, largest = min(sizes), max(sizes)
     if tokens < smallest:
         return {Engine.dense: sizes[smallest][Engine.dense]}

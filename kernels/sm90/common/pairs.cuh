@@ -227,7 +227,7 @@ template <int kWords, class Take, class Tell, class End>
 __device__ __forceinline__ void finish_pairs(const PairCta& cta, unsigned long long* counters, uint8_t* said, Take take,
                                              Tell tell, End end) {
   const int finisher = cta.warp - 1;
-  ptx::griddepcontrol_wait();  // `clear` has zeroed the counters
+  ptx::griddepcontrol_wait();  // wait until `clear` has zeroed the counters
   unsigned long long in_union = 0;
   uint32_t round = 0, pair;
   for (; (pair = cta.pair_in(round)) < cta.pairs; ++round) {
@@ -315,7 +315,7 @@ __device__ __forceinline__ void multiply_pairs(const PairMemory& memory, const P
     ptx::setmaxnreg_inc<kMultiplyRegisters>();
     consume_pairs<kMajorMN>(cta, bf16);
   }
-  ptx::cluster_sync();  // until then, the other CTA may write to this CTA's shared memory
+  ptx::cluster_sync();  // wait, because the other CTA may still write to this CTA's shared memory
 }
 
 }  // namespace sparsellm

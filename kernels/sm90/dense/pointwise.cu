@@ -38,7 +38,7 @@ struct CtaStatistics {
 // `last`. The last CTA to call this function adds up l1, in a fixed order.
 __device__ __forceinline__ void add_statistics(const CtaStatistics& own, int64_t first_column, float* l1_partials,
                                                float* l1, uint8_t* fired, unsigned long long* counters) {
-  ptx::griddepcontrol_wait();  // `clear` has zeroed the statistics
+  ptx::griddepcontrol_wait();  // wait until `clear` has zeroed the statistics
   if (threadIdx.x < kPointwiseColumns && (own.seen_words[threadIdx.x / 32] >> threadIdx.x % 32 & 1) != 0) {
     fired[first_column + threadIdx.x] = 1;
   }
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kPointwiseThreads, 4)
   nonzeros = __reduce_add_sync(~0u, nonzeros);
 #pragma unroll
   for (int offset = kPointwiseLanes; offset < 32; offset *= 2) seen |= __shfl_xor_sync(~0u, seen, offset);
-  __syncthreads();  // seen_words has been zeroed
+  __syncthreads();  // wait until seen_words has been zeroed
   if (seen != 0 && lane < kPointwiseLanes) atomicOr(&seen_words[chunk / 4], seen << (chunk % 4 * 8));
   if (lane == 0) {
     l1_warps[warp] = sum;
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kPointwiseThreads, 4)
 template <bool kGated>
 __global__ void __launch_bounds__(kPointwiseThreads)
     pointwise_hidden_kernel(const uint4* z, const uint4* u, int64_t eights, uint4* h) {
-  ptx::griddepcontrol_wait();  // the previous product has been written
+  ptx::griddepcontrol_wait();  // wait until the previous product has been written
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kPointwiseThreads + threadIdx.x;
   if (at >= eights) return;
   const uint4 g = dense::relu(z[at]);

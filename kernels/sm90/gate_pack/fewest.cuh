@@ -123,7 +123,7 @@ struct FewestCta {
   // time.
   __device__ __forceinline__ void feed(int zeroed) {
     for (int i = lane; blockIdx.x == 0 && i < zeroed; i += 32) out.counters[i] = 0;
-    ptx::cluster_wait();  // all CTAs have initialized their barriers
+    ptx::cluster_wait();  // wait until all CTAs have initialized their barriers
     if (lane == 0) {
       for (int round = 0; round < rounds; ++round, advance()) {
         const uint32_t barrier = full + 8 * slot;
@@ -173,7 +173,7 @@ struct FewestCta {
     const uint32_t mine = ptx::smem_address(shared.pieces) + warp * kOfWarp + 16 * lane;
 #pragma unroll
     for (int i = 0; i < kDepth; ++i) fetch(i / 2, i % 2, mine + i * kPiece);
-    ptx::cluster_wait();  // all CTAs have initialized their barriers
+    ptx::cluster_wait();  // wait until all CTAs have initialized their barriers
 
     const uint32_t low_row = row_of(lane / 4), high_row = row_of(8 + lane / 4);
     float d[kNeuronCopies][4] = {};
@@ -206,7 +206,7 @@ struct FewestCta {
     }
 
     float* to = sums + warp * (kOfWarp / 4) + lane / 4 * kSumPitch + lane % 4 * 2;
-    __syncwarp();  // all lanes have read their last pieces, which the sums overwrite
+    __syncwarp();  // wait until all lanes have read their last pieces, which the sums overwrite
 #pragma unroll
     for (int j = 0; j < kNeuronCopies; ++j) {
       *reinterpret_cast<float2*>(to + 8 * j) = make_float2(d[j][0], d[j][1]);

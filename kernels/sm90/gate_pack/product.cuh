@@ -44,14 +44,14 @@ __global__ void __launch_bounds__(kThreads, 2) pack_product_kernel(int64_t m, in
       if (row < m && column < n) z[step][j] = *reinterpret_cast<const uint4*>(values + row * n + column);
     }
   }
-  __syncthreads();  // fired, nonzeros and wide_segments have been zeroed
+  __syncthreads();  // wait until fired, nonzeros and wide_segments have been zeroed
 
   uint8_t* chunks = tile[warp] + lane / 8 * kRowBytes + lane % 8 * 16;
   uint32_t seen = 0, counts[kSteps];
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     const int64_t row = first_row + 4 * kWarps * step;
-    __syncwarp();  // all lanes have read the previous four rows
+    __syncwarp();  // wait until all lanes have read the previous four rows
 #pragma unroll
     for (int j = 0; j < 4; ++j) *reinterpret_cast<uint4*>(chunks + 128 * j) = dense::relu(z[step][j]);
     __syncwarp();
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kThreads, 2) pack_product_kernel(int64_t m, in
   add_fired(fired, seen, lane);
   __syncthreads();
 
-  ptx::griddepcontrol_wait();  // `clear` has zeroed the statistics
+  ptx::griddepcontrol_wait();  // wait until `clear` has zeroed the statistics
   ptx::griddepcontrol_launch_dependents();
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {

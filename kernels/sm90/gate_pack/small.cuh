@@ -227,7 +227,7 @@ struct SmallCta {
   __device__ __forceinline__ void pack() const {
     ptx::mbarrier_wait(finished, 0);
     __syncwarp();
-    ptx::cluster_arrive_relaxed();  // this CTA has received everything that it needs from the others
+    ptx::cluster_arrive_relaxed();  // announces that this CTA has received all that it needs from the others
     const int token = 4 * warp + lane / 8;
     pack_tokens<kPart>(tile + token * kPitch + lane % 8 * 16, rank * kTokens + token, token < tokens_of(rank), lane, n,
                        column_tile, column_tiles, out, shared.sums, counts);
@@ -267,7 +267,7 @@ __global__ void __launch_bounds__(small::kThreads, 1)
   } else if (cta.warp < kWarps) {
     cta.multiply(d);
   }
-  __syncthreads();  // sums.clear has run
+  __syncthreads();  // wait until sums.clear has run
   if (cta.warp < kWarps) {
     uint32_t fires[2] = {0, 0};
     cta.find_fired(d, fires);

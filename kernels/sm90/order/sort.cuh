@@ -142,7 +142,7 @@ __device__ __forceinline__ void rank_tokens(const Order& order, const Chunk& chu
   for (int k = 0; k < kSortItems; ++k) {
     if (base + 32 * k < chunk.tokens) shared.sorted[shared.before[warp][fullness(k)] + rank[k]] = base + 32 * k;
   }
-  ptx::griddepcontrol_wait();  // after the wait, the tokens' clusters are available
+  ptx::griddepcontrol_wait();  // wait until the tokens' clusters are available
 #pragma unroll
   for (int k = 0; k < kSortItems; ++k) {
     const int i = base + 32 * k;

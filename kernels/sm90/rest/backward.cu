@@ -43,7 +43,7 @@ struct Operand {
   static constexpr int kQuads = kSide * kDepth / 8 / kRestThreads;
   uint4 quads[kQuads];
 
-  // `at(side, k)` points to 8 values that are contiguous in memory; it is null outside of the matrix.
+  // `at(side, k)` returns a pointer to 8 values that are contiguous in memory, or null outside the matrix.
   template <class At>
   __device__ __forceinline__ void load(int k0, int depth, At at) {
 #pragma unroll
@@ -90,7 +90,7 @@ __device__ __forceinline__ void multiply(Tiles& tiles, Sums& sum, int depth, A a
   left.load(0, depth, a);
   right.load(0, depth, b);
   for (int k0 = 0; k0 < depth; k0 += kDepth) {
-    __syncthreads();  // all threads have read the operands of the previous step
+    __syncthreads();  // wait until all threads have read the operands of the previous step
     left.store(tiles.a);
     right.store(tiles.b);
     __syncthreads();

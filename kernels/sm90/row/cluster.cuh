@@ -152,7 +152,7 @@ struct ClusterCta {
 
   __device__ __forceinline__ void run() {
     init_barriers();
-    if constexpr (kGated) ptx::cluster_sync();  // all barriers are initialized before any CTA sends to another
+    if constexpr (kGated) ptx::cluster_sync();  // all barriers must be initialized before any CTA sends
     ptx::griddepcontrol_wait();
     // If the next kernel is gate_pack, an early start makes it a microsecond faster for 17 or more tokens, but 0.4
     // microseconds slower for fewer tokens. For one token, see multiply_list.
@@ -449,7 +449,7 @@ struct ClusterCta {
       multiply_list(u, unit, from, ends, sums);
       listed ^= 1;
       if (ends) break;
-      __syncthreads();  // all warps have read this list, and the next list has been written
+      __syncthreads();  // wait until all warps have read this list and the next list has been written
     }
   }
 
@@ -504,9 +504,9 @@ struct ClusterCta {
     load_down(down, list, at);
     mine = warp_sum(mine);
     if (at + rank < list.size) mine = hidden_of(list.words[at + rank], mine);
-    // Two buffers, b = 0, 1, 0, ..., are enough, and a CTA needs no barrier before it sends: it sends to this warp's
-    // buffer b again only after it has received what this warp sent to buffer b ^ 1, and this warp sent that after it
-    // had read buffer b.
+    // Two buffers, b = 0, 1, 0, ..., are enough, and a CTA needs no barrier before it sends: a CTA sends to this warp's
+    // buffer b again only after it has received what this warp sent to buffer b ^ 1, which this warp sent only after
+    // reading buffer b.
     const uint32_t b = exchanges % 2;
     const uint32_t barrier = ptx::smem_address(&shared.received[b][warp]);
     if (lane < kCluster) {
@@ -543,14 +543,14 @@ struct ClusterCta {
   // Adds the warps' sums in order; each thread adds half a vector. If the row is cut, the last CTA also adds the sums
   // of all pieces. Stores y.
   __device__ __forceinline__ void add_warps(const Unit& u, int unit, const UnitSums& sums) const {
-    if (turn > 0) __syncthreads();  // all threads have read the sums of the previous unit
+    if (turn > 0) __syncthreads();  // wait until all threads have read the sums of the previous unit
 #pragma unroll
     for (int s = 0; s < kSlices; ++s) {
       shared.sums_of[warp][s][0][lane] = make_float4(sums[s][0], sums[s][1], sums[s][2], sums[s][3]);
       shared.sums_of[warp][s][1][lane] = make_float4(sums[s][4], sums[s][5], sums[s][6], sums[s][7]);
     }
     if (lane == 0) shared.l1_of[warp] = l1;
-    __syncthreads();  // all warps have written their sums and read x and the list; the next list is complete
+    __syncthreads();  // wait until all warps have written their sums, read x and the list, and written the next list
     if (threadIdx.x >= kAdders) return;
     const int s = threadIdx.x / 64, half = threadIdx.x / 32 % 2;
     const int vector = vector_of(s);

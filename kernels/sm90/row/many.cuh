@@ -120,7 +120,7 @@ struct ManyWarp {
     const int2 unit = index < units ? *reinterpret_cast<const int2*>(a.units + index) : make_int2(index - units, -1);
     const int64_t row = unit.x;
     const int count = a.packed.row_counts[row];
-    if (index >= units && count > a.heavy_above) return;  // the row is among the planned units
+    if (index >= units && count > a.heavy_above) return;  // skip the row, which is among the planned units
     const int chunk = chunk_of(count, a.smallest_chunk);
     const int chunks = max((count + chunk - 1) / chunk, 1);
     const bool split = unit.y >= 0;
@@ -130,7 +130,7 @@ struct ManyWarp {
     float row_l1 = 0.0f;
     for (int c = split ? unit.y : 0; c < (split ? unit.y + 1 : chunks); ++c) {
       const int size = min(count - c * chunk, chunk);
-      __syncwarp();  // all lanes have read the previous chunk
+      __syncwarp();  // wait until all lanes have read the previous chunk
       if (size > 0) list_nonzeros(a.packed, row, a.n, c * chunk, c * chunk + size, lane, list);
       __syncwarp();
       const float l1 = size > 0 ? compute_hidden(row, size) : 0.0f;

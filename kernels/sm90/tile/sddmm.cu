@@ -492,10 +492,10 @@ struct Consumer {
         ptx::stmatrix_x4(product + j / 4 % kPanels * kHalfBytes + swizzle_128(row, j % 4 * 2 + chunk), pairs[4 * j],
                          pairs[4 * j + 1], pairs[4 * j + 2], pairs[4 * j + 3]);
       }
-      sync_half(half);  // the half's threads have written all products
+      sync_half(half);  // wait until the half's threads have written all products
       if (first == 0) look_ahead(round);
       epilogue.pick(first, first + kPanels);
-      sync_half(half);  // the half's threads have read all products
+      sync_half(half);  // wait until the half's threads have read all products
     }
   }
 

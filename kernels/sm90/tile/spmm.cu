@@ -23,7 +23,7 @@ namespace sparsellm {
 namespace {
 
 constexpr int kBuffers = 3;            // operand tiles of h per half, used in rotation
-constexpr uint32_t kPieceWords = 448;  // words of one half's piece of the list that a stage can hold
+constexpr uint32_t kPieceWords = 448;  // words that a stage can hold of one half's list piece
 constexpr uint32_t kPieceBytes = kPieceWords * 4;
 constexpr uint32_t kPieceLoads = (kPieceWords + 255) / 256;  // two-word loads per thread to read a piece
 constexpr int kSpmmStages = 5;

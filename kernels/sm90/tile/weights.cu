@@ -58,7 +58,7 @@ struct Shared {
   uint64_t full[kRowStages];
   uint64_t empty[kRowStages];
   uint64_t arrived[kConsumerWarps][kOperands];  // barrier: a warp's rows of an operand tile have arrived
-  bool last[2];                                 // [consumer] whether it is the last consumer to finish a tile in pieces
+  bool last[2];                                 // [consumer] whether the consumer is the last to finish a cut tile
 };
 
 constexpr uint32_t kSharedBytes = 2 * kOperands * kHalfBytes + kRowStages * kBBytes + sizeof(Shared);
@@ -240,7 +240,7 @@ struct Consumer {
   int consumer;
   uint32_t thread;  // index within the warpgroup
   Out* dw;
-  // Operand tiles are used in rotation: the tile of a step overwrites that of the step kOperands before.
+  // Operand tiles are used in rotation: a step's tile overwrites the tile of kOperands steps earlier.
   uint32_t own, arrived;
   const uint8_t* operand;
   RingOf<kOperands> used;

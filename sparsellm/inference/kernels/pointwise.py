@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparsellm.ops.twell import tiles
 
-FEWEST = 16  # smallest dimension of a block: the minimum of tl.dot
+FEWEST = 16  # smallest dimension of a block: the minimum for tl.dot
 THREAD = 8  # elements of a row per thread of `normed_sum`: 16 bytes in bfloat16
 BLOCK = 2048  # elements per program of `gated`
 

@@ -42,8 +42,8 @@ def sampled(
     x, w, order, slots, sizes, items, totals, out, m, capacity,
     K: tl.constexpr, PITCH: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """out, a tile matrix: x w^T of each tile's tokens and the neurons of the tile's slots, also where a neuron does not
-    fire; x [M, K], w [N, K].
+    """out, a tile matrix: x w^T for each tile's tokens and the neurons in the tile's slots, even where a neuron does
+    not fire; x [M, K], w [N, K].
 
     A call with at most `capacity` nonzeros is skipped; -1 computes every call. Programs take items in turn.
     """

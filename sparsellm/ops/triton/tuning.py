@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 TOKENS = 128  # per tile of the tile engine; unions are counted per tile, so this is not tunable
-FEW = 16  # tokens per tile of the row engine: the minimum of tl.dot
+FEW = 16  # tokens per tile of the row engine: the minimum for tl.dot
 PITCH_MULTIPLE = 128  # row length of tile matrices is a multiple of this, and so of every block size below
 FEWEST_SLOTS = 32  # smallest block of slots; arrays with one entry per block are sized for this minimum
 
