@@ -124,7 +124,7 @@ def table(results: Row) -> str:
 
 
 def fitted(fit: Row) -> str:
-    """The formula of numbers.position_fit."""
+    """A fit from numbers.position_fit, written as a formula."""
     return f"{fit['floor']:.3g} + {fit['amplitude']:.3g} exp(-position / {fit['scale']:.3g})"
 
 

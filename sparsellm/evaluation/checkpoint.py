@@ -208,7 +208,7 @@ class Evaluation:
         if missing := [task for name, task in loaded.items() if parts[name] is None]:
             self._model(kernels).builder.announce(missing, self.config.limit)
             if self.ranks.is_main:
-                assert self.request.dtype is not None  # the request is opened
+                assert self.request.dtype is not None  # set by `Request.opened`
                 warn(computation(self.request.dtype, self.request.why, self.obstacle, self.kernels))
         for name, task in loaded.items():
             part = parts[name]
@@ -291,7 +291,7 @@ class Evaluation:
             if self.ranks.device.type == "cuda":
                 torch.cuda.set_device(self.ranks.device)  # the current device is per thread
             try:
-                assert self.request.dtype is not None  # the request is opened
+                assert self.request.dtype is not None  # set by `Request.opened`
                 model = pretrained.read_model(self.checkpoint.model, self.request.dtype)
                 vocab_size = model.config.get_text_config().vocab_size
                 tokenizer = pretrained.read_tokenizer(self.checkpoint.model, vocab_size)

@@ -73,7 +73,7 @@ class Request:
     def finished(self, folder: Path, identity: str) -> Finished:
         """The stored results of the side in `folder`. `identity`: the checkpoint's. Raises OSError if `folder` is not
         writable."""
-        assert self.dtype is not None  # the request is opened
+        assert self.dtype is not None  # set by `Request.opened`
         decided_by = {
             "weights": identity, "dtype": dtype_name(self.dtype), "device": device_type(self.config.device.name),
             "limit": self.config.limit, "lm_eval": installed("lm_eval"), "kernels": self.sides[folder].name,

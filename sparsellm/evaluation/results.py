@@ -94,7 +94,7 @@ def _read(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     try:
         found = json.loads(regular.content(_path(folder, name)))
         decided_by, part = dict(found["decided_by"]), dict(found["finished"])
-        if decided_by.get("dtype") == "auto":  # written before 0.1.0, for the stored dtype
+        if decided_by.get("dtype") == "auto":  # written before 0.1.0, when auto meant the stored dtype
             decided_by["dtype"] = part.get("measured", {}).get("dtype", STORED)
         return decided_by, part
     except (OSError, ValueError, KeyError, TypeError):

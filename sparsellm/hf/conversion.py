@@ -143,7 +143,7 @@ def load(path: str | Path) -> tuple[ModelConfig, Activation, dict[str, Tensor]]:
     weights = {
         name.removeprefix(PREFIX): weight
         for name, weight in model.state_dict().items()
-        if not (config.tie_embeddings and name == HEAD)  # the same tensor as the embedding
+        if not (config.tie_embeddings and name == HEAD)  # a tied head is the embedding's tensor
     }
     return config, activation, weights
 

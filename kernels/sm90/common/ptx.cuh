@@ -175,7 +175,7 @@ __device__ __forceinline__ void cp_async_16_or_zeros(uint32_t destination, const
                : "memory");
 }
 
-// Copies 16 bytes from global to shared memory, both aligned to 16.
+// Copies 16 bytes from global to shared memory. Both addresses must be 16-byte aligned.
 __device__ __forceinline__ void cp_async_16(uint32_t destination, const void* source) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(destination), "l"(source) : "memory");
 }
@@ -207,7 +207,7 @@ __device__ __forceinline__ void prefetch_l2(const void* source) {
 }
 
 // Copies `bytes` of shared memory to the shared address `destination` of CTA `rank`, and completes them on the barrier
-// at the shared address `barrier` there. bytes, source and destination are multiples of 16.
+// at the shared address `barrier` there. bytes, source and destination must be multiples of 16.
 __device__ __forceinline__ void bulk_copy_cluster(uint32_t destination, uint32_t rank, uint32_t source, uint32_t bytes,
                                                   uint32_t barrier) {
   asm volatile(
@@ -219,8 +219,8 @@ __device__ __forceinline__ void bulk_copy_cluster(uint32_t destination, uint32_t
       : "memory");
 }
 
-// Copies `bytes` from global to shared memory, and completes them on `barrier`. bytes, source and destination are
-// multiples of 16.
+// Copies `bytes` from global to shared memory, and completes them on `barrier`. bytes, source and destination must
+// be multiples of 16.
 __device__ __forceinline__ void bulk_load(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination),
@@ -253,7 +253,7 @@ __device__ __forceinline__ void bulk_load_if(bool some, uint32_t destination, co
 }
 
 // Copies `bytes` (a multiple of 16) from shared to global memory, as part of this thread's current bulk group. Source
-// and destination are 16-byte aligned.
+// and destination must be 16-byte aligned.
 __device__ __forceinline__ void bulk_store(void* destination, uint32_t source, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination), "r"(source), "r"(bytes)
                : "memory");

@@ -199,7 +199,7 @@ struct Consumer {
   uint32_t lane;
   int consumer;     // the half of a tile that this consumer multiplies
   uint32_t thread;  // index within the warpgroup
-  uint32_t own;     // first of this half's operand tiles
+  uint32_t own;     // address of this half's first operand tile
   uint32_t piece_bounds;
   uint32_t (&piece_words)[kPieceLoads];  // addresses of this thread's words in the first stage
   uint64_t first_h, first_b;             // descriptors of this half's first operand tile, and of B of the first stage
@@ -354,8 +354,8 @@ struct Consumer {
   }
 
   // Each warp zeroes the 16 rows that its own share of a product reads, once the product has ended for this warp. No
-  // barrier is needed between this and the next scatter into the same operand tile: three tiles are used in rotation,
-  // so before that scatter, all warps pass the barrier of another tile's scatter.
+  // barrier is needed between zeroing and the next scatter into the same operand tile: three tiles are used in
+  // rotation, so before that scatter, all warps pass the barrier of another tile's scatter.
   __device__ __forceinline__ void zero(uint32_t operand_tile) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

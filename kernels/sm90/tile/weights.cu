@@ -10,7 +10,7 @@
 //   Consumer        warps 4-11: a warpgroup multiplies the blocks that its 64 neurons need. Each of its warps fetches
 //                   its own 16 rows of the other operand (tile_operands), without a barrier among the four warps. This
 //                   relies on a warp's share of a WGMMA reading only the rows of its own accumulators. PTX does not
-//                   promise that; a test that compares every bit would notice if it were not so.
+//                   promise that; a test that compares every bit would fail if it changed.
 //   drawing thread  the first producer thread claims all units, including the first ones, so that no unit waits for a
 //                   CTA that is not yet running. It claims the next unit late in the current unit, so that the next
 //                   unit goes to the CTA that finishes first.
