@@ -21,7 +21,13 @@ class Best(NamedTuple):
 
     step: int
     ce: float
-    deviation: float  # noise: median absolute deviation of the change from one row to the next
+
+
+def noise(values: list[float]) -> float:
+    """Median absolute deviation of the change from one value to the next."""
+    changes = [after - before for before, after in pairwise(values)]
+    trend = median(changes)
+    return median(abs(change - trend) for change in changes)
 
 
 class LossRange:
@@ -30,6 +36,7 @@ class LossRange:
     def __init__(self, rows: Iterable[dict[str, Any]] = ()) -> None:
         self.recent: list[tuple[int, float]] = []  # step and cross entropy of the rows of the last SPAN steps
         self.best: Best | None = None
+        self.deviation: float | None = None  # noise at the best; None before LEAST rows
         self.ce: float | None = None  # the last smoothed cross entropy
         self.exits: list[int] = []  # steps at which the loss left its range
         self.outside = False
@@ -48,14 +55,15 @@ class LossRange:
         values = [value for _, value in self.recent]
         self.ce = median(values)
         if self.best is None:
-            self.best = Best(step, ce, 0.0)
+            self.best = Best(step, ce)
         if len(values) < LEAST:
             return False
-        if self.ce < self.best.ce:
-            changes = [after - before for before, after in pairwise(values)]
-            trend = median(changes)
-            self.best = Best(step, self.ce, median(abs(change - trend) for change in changes))
-        inside = self.ce <= self.best.ce + max(NATS, DEVIATIONS * self.best.deviation)
+        lower = self.ce < self.best.ce
+        if lower or self.deviation is None:  # the first row, if low by chance, stays the best and needs a deviation
+            self.deviation = noise(values)
+        if lower:
+            self.best = Best(step, self.ce)
+        inside = self.ce <= self.best.ce + max(NATS, DEVIATIONS * self.deviation)
         leaves, self.outside = not (inside or self.outside), not inside
         if leaves:
             self.exits.append(step)
