@@ -9,7 +9,7 @@ from typing import Any
 
 from sparsellm.config.architecture import *
 from sparsellm.config.checkpoint_rules import *
-from sparsellm.config.environment import wandb_variables
+from sparsellm.config.environment import lowered, wandb_variables
 from sparsellm.config.errors import ConfigError
 from sparsellm.config.groups import CONFIG, CONFIG_DIR
 from sparsellm.config.rules import *

@@ -3,8 +3,10 @@
 `configs/` holds defaults lists, which Hydra composes, and the values in which a choice differs from the schema's
 defaults; --config-dir adds a folder with more choices. Typed values win; in ascending priority:
 
-    schema defaults, choices of groups, experiment, config.yaml of a run, WANDB_* variables (environment.py), groups and
-    keys of another file of --config, typed groups, typed keys
+    schema defaults, choices of groups, experiment, WANDB_* variables (environment.py), groups and keys of the file of
+    --config, typed groups, typed keys
+
+If the file of --config is the config.yaml of a run, WANDB_MODE may still lower the mode of the run.
 """
 
 import re
@@ -21,11 +23,11 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from sparsellm.config.environment import wandb_variables
+from sparsellm.config.environment import lowered, wandb_variables
 from sparsellm.config.errors import ConfigError
 from sparsellm.config.groups import COMPOSITION, CONFIG, CONFIGS, EXPERIMENT, choices
 from sparsellm.config.overrides import Options, Typed, accept, parse, quoted, split
-from sparsellm.config.schema import CalibrateConfig, Config, DataConfig, RunConfig, Source
+from sparsellm.config.schema import CalibrateConfig, Config, DataConfig, RunConfig, Source, WandbMode
 from sparsellm.config.values import (
     build,
     definition,
@@ -43,6 +45,7 @@ from sparsellm.system.files import write_whole
 AnyConfig = TypeVar("AnyConfig")  # the configuration of a command
 Flat = dict[str, Any]  # group.key -> plain value
 
+MODE = "logging.wandb"
 WARMUP = "optimizer.warmup_steps"
 WARMUP_SHARE = 10  # unless typed, the warm-up takes at most 1 / WARMUP_SHARE of the steps
 NAME_PARTS = 40  # maximum characters of the differences from the experiment in a run's name
@@ -191,8 +194,10 @@ class _CommandLine:
         overrides = [f"~{group}" if choice is None else f"{group}={quoted(choice)}" for group, choice in groups.items()]
         values, chosen = self.hydra(COMPOSITION, *overrides)
         variables = {f"logging.{key}": each.value for key, each in wandb_variables().items() if each.mistake is None}
-        if self.start.saved:  # keys that are newer than the run have their defaults
-            return flat(to_dict(Config())) | self.start.keys | variables | self.values(typed), chosen
+        if self.start.saved:  # the run may be older than some keys
+            values = flat(to_dict(Config())) | variables | self.start.keys
+            values[MODE] = lowered(WandbMode[values[MODE]]).name
+            return values | self.values(typed), chosen
         return values | variables | self.values(self.start) | self.values(typed), chosen
 
     def values(self, typed: Typed) -> Flat:

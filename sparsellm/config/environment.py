@@ -1,4 +1,5 @@
-"""Environment variables of Weights & Biases that set keys in the group `logging`, unless these keys are typed."""
+"""Environment variables of Weights & Biases that set keys in the group `logging`, unless these keys are typed or set in
+the file of --config."""
 
 import os
 from typing import Any, NamedTuple
@@ -37,14 +38,25 @@ def wandb_variables() -> dict[str, Variable]:
     return found
 
 
+def lowered(mode: WandbMode) -> WandbMode:
+    """The mode of a run, or the mode of the environment if it records less. The variable is set for this machine, which
+    may be offline. It can only restrict the run's mode."""
+    variable = wandb_variables().get("wandb")
+    if variable is None or variable.mistake is not None:
+        return mode
+    return max(mode, WandbMode[variable.value], key=list(WandbMode).index)
+
+
 def _variable(key: str, name: str, text: str) -> Variable:
     if key == "wandb":
         mode = MODES.get(text.lower())
         return Variable(name, text, mode and mode.name, None if mode else "online, offline or disabled")
     if "${" in text:
         return Variable(name, text, None, "text without interpolations")
+    tags = [tag.strip() for tag in text.split(",") if tag.strip()]
+    if "???" in (tags if key == "wandb_tags" else [text]):  # OmegaConf reads ??? as a missing value
+        return Variable(name, text, None, "another text than ???")
     if key != "wandb_tags":
         return Variable(name, text, text)
-    tags = [tag.strip() for tag in text.split(",") if tag.strip()]
     mistake = f"tags of at most {LONGEST_TAG} characters" if max(map(len, tags), default=0) > LONGEST_TAG else None
     return Variable(name, text, tags, mistake)

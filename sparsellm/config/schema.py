@@ -281,8 +281,9 @@ class RuntimeConfig:
 
 @dataclass
 class LoggingConfig:
-    """Metrics, validation, Weights & Biases, TensorBoard. Unless typed, wandb* keys have the values of WANDB_MODE (or
-    WANDB_DISABLED), WANDB_PROJECT, WANDB_ENTITY, WANDB_RUN_GROUP, WANDB_TAGS and WANDB_NOTES, if these are set."""
+    """Metrics, validation, Weights & Biases, TensorBoard. Unless typed or in the file of --config, wandb* keys
+    have the values of WANDB_MODE (or WANDB_DISABLED), WANDB_PROJECT, WANDB_ENTITY, WANDB_RUN_GROUP, WANDB_TAGS and
+    WANDB_NOTES, if these are set."""
 
     every: int = key(10, "Steps between rows of metrics.jsonl, at most 10.", minimum=1, maximum=10)
     validation_every: int = key(250, "Steps between validations. 0: never.", minimum=0)

@@ -3,7 +3,7 @@
 import sys
 from typing import Any
 
-from sparsellm.config import ConfigError, WandbMode, load, wandb_variables
+from sparsellm.config import ConfigError, load, lowered
 from sparsellm.evaluation import results
 from sparsellm.runs import folder as run_folder
 from sparsellm.runs.layout import CONFIG
@@ -19,11 +19,7 @@ def record(found: dict[str, Any]) -> None:
     try:
         with run_folder.claim(run):
             config = load(run / CONFIG)
-            variable = wandb_variables().get("wandb")
-            if variable is not None and variable.mistake is None:
-                # The variable is set for this machine, which may be offline. It can only restrict the run's mode.
-                modes = config.logging.wandb, WandbMode[variable.value]
-                config.logging.wandb = max(modes, key=list(WandbMode).index)
+            config.logging.wandb = lowered(config.logging.wandb)
             wandb = WandbRun(config, run)
             wandb.evaluation(found["step"], results.scores(found), results.record_table(found), found["tasks"])
             wandb.close(0)

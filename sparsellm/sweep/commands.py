@@ -13,7 +13,8 @@ SAVING = 180  # seconds before the time limit at which SLURM signals, so that a 
 
 def train(sweep: Sweep, point: Point) -> list[str]:
     typed = any(override.startswith(f"{GROUP}=") for override in point.overrides)
-    grouped = typed or "wandb_group" in wandb_variables()  # a run reads WANDB_RUN_GROUP itself
+    # A run reads WANDB_RUN_GROUP itself, unless it starts from the config.yaml of another run.
+    grouped = typed or ("wandb_group" in wandb_variables() and point.config.logging.wandb_group is not None)
     return _launch(sweep, "train", [*point.overrides, *([] if grouped else [f"{GROUP}={sweep.name}"])])
 
 

@@ -142,12 +142,16 @@ def test_files_of_ones_own_reach_every_run(tmp_path):
     assert "run.name in a sweep: a run's name follows from its configuration; leave it out" in refused(*arguments)
 
 
-def test_a_group_in_the_environment_is_left_to_the_runs(monkeypatch):
+def test_a_group_in_the_environment_is_left_to_the_runs_unless_they_start_from_a_runs_file(monkeypatch, tmp_path):
+    save(from_overrides(["experiment=smoke"]), tmp_path / "config.yaml")
     sweep = plan(["experiment=smoke", COEFFICIENTS])
     grouped = [commands.GROUP in " ".join(commands.train(sweep, sweep.points[0]))]
     monkeypatch.setenv("WANDB_RUN_GROUP", "night")
+    sweep = plan(["experiment=smoke", COEFFICIENTS])
     grouped.append(commands.GROUP in " ".join(commands.train(sweep, sweep.points[0])))
-    assert grouped == [True, False]
+    sweep = plan([f"--config={tmp_path / 'config.yaml'}", COEFFICIENTS])  # its wandb_group: null wins
+    grouped.append(commands.GROUP in " ".join(commands.train(sweep, sweep.points[0])))
+    assert grouped == [True, False, True]
 
 
 def test_printed_commands_are_those_that_would_run():
