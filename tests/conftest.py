@@ -1,4 +1,5 @@
-"""Makes processes that tests start in any folder import this checkout, installed or not."""
+"""Makes processes that tests start in any folder import this checkout, installed or not, and removes the variables of
+Weights & Biases from the environment, because they would change results or upload the runs of tests."""
 
 import os
 from collections import Counter
@@ -8,6 +9,8 @@ import pytest
 
 _paths = [str(Path(__file__).parents[1]), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
 os.environ["PYTHONPATH"] = os.pathsep.join(str(Path(path).resolve()) for path in _paths)
+for _name in [name for name in os.environ if name.startswith("WANDB_")]:
+    del os.environ[_name]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -203,8 +203,6 @@ def test_without_wandb_a_run_has_no_record_and_says_so(tmp_path, monkeypatch):
 def test_the_line_at_the_start_says_which_of_environment_and_keys_won(
     tmp_path, monkeypatch, started, typed, environment, status
 ):
-    for name in [name for name in os.environ if name.startswith("WANDB_")]:
-        monkeypatch.delenv(name)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert WandbRun(from_overrides(["experiment=smoke", *typed]), tmp_path).status == status
