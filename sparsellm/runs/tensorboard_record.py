@@ -6,6 +6,7 @@ from typing import Any
 
 from sparsellm.runs.metrics import METRICS, scalars
 from sparsellm.system.console import warn
+from sparsellm.system.errors import one_line
 from sparsellm.system.packages import needed_by
 
 FOLDER = "tensorboard"  # in the run's folder
@@ -18,12 +19,13 @@ class TensorboardRun:
         self.folder = folder / FOLDER
         self._writer: Any = None
         self._lacking = False  # whether writing has failed; no more rows are written then
-        self._attempt(lambda: self._open(begin))
-
-    def _open(self, begin: int) -> None:
         with needed_by("logging.tensorboard=true"):
             from torch.utils.tensorboard import SummaryWriter
-        self._writer = SummaryWriter(str(self.folder), purge_step=begin + 1)
+
+        def begin_files() -> None:
+            self._writer = SummaryWriter(str(self.folder), purge_step=begin + 1)
+
+        self._attempt(begin_files)
 
     def write(self, row: dict[str, Any]) -> None:
         def add() -> None:
@@ -41,6 +43,7 @@ class TensorboardRun:
             return
         try:
             work()
-        except OSError as error:
+        except Exception as error:
             self._lacking = True
-            warn(f"the TensorBoard files in {self.folder} are missing rows ({error}); {METRICS} has them all")
+            why = error if isinstance(error, OSError) else one_line(error)
+            warn(f"the TensorBoard files in {self.folder} are missing rows ({why}); {METRICS} has them all")

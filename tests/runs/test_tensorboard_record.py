@@ -1,6 +1,7 @@
 """TensorBoard files hold the numbers of each row; where the package is missing, a sentence says so."""
 
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,12 @@ ROW = {"step": 3, "loss": 1.5, "val_ce": None, "nnz_per_layer": [2.0, 4.0], "pla
 SCALARS = {"step": 3, "loss": 1.5, "nnz_per_layer/00": 2.0, "nnz_per_layer/01": 4.0, "tile_layers": 1}
 
 
+FAILURES = {
+    "full/tensorboard": OSError("No space left on device"),
+    "odd/tensorboard": ValueError("a tag\nis odd"),
+}
+
+
 class Writer:
     """What torch's SummaryWriter is used for."""
 
@@ -20,8 +27,8 @@ class Writer:
         self.folder, self.purge_step, self.added, self.closed = folder, purge_step, [], False
 
     def add_scalar(self, *values):
-        if self.folder == "full/tensorboard":
-            raise OSError("No space left on device")
+        if self.folder in FAILURES:
+            raise FAILURES[self.folder]
         self.added.append(values)
 
     def flush(self):
@@ -46,12 +53,13 @@ def test_a_resumed_run_writes_the_numbers_of_its_rows_over_those_of_an_earlier_s
     assert record._writer.closed
 
 
-def test_a_full_disk_is_said_once_and_ends_nothing(stand_in, capsys, tmp_path):
-    record = TensorboardRun(tmp_path.__class__("full"), 0)
+@pytest.mark.parametrize(("folder", "why"), [("full", "No space left on device"), ("odd", "ValueError: a tag is odd")])
+def test_a_failure_is_said_once_and_ends_nothing(stand_in, capsys, folder, why):
+    record = TensorboardRun(Path(folder), 0)
     for _ in range(3):
         record.write(ROW)
     record.close()
-    assert capsys.readouterr().err.count("are missing rows (No space left on device); metrics.jsonl has them all") == 1
+    assert capsys.readouterr().err.count(f"are missing rows ({why}); metrics.jsonl has them all") == 1
 
 
 def test_without_the_package_a_run_is_refused_with_the_command_that_installs_it(monkeypatch, tmp_path):
