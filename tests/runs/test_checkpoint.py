@@ -154,6 +154,7 @@ def test_what_changes_after_save_is_not_written(tmp_path, ranks, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_what_changes_on_the_gpu_after_save_is_not_written(tmp_path):
     with joined(tmp_path / "store", device="cuda") as ranks:
         checkpoints = open_(tmp_path / "c", ranks)
