@@ -84,14 +84,15 @@ def train(config: keys.Config) -> Run:
 
     Checks everything before it writes. SIGINT (Ctrl-C), SIGTERM and SIGHUP stop the run with a checkpoint; afterwards
     the process has its own signal handlers again. Call it in the main thread, on all ranks that torchrun started. If
-    one of several ranks dies or hangs, the processes of the other ranks end with a message, as torchrun expects.
+    one of several ranks dies or hangs, the processes of the other ranks end with a message, as torchrun expects. A rank
+    that runs out of memory, if it is one of several, also ends its process with a message.
 
     Args:
         config: The configuration.
 
     Raises:
         ConfigError: With every mistake in the configuration. Nothing was written.
-        SparsellmError: The run cannot go on: damaged data or checkpoint, out of memory, divergence.
+        SparsellmError: The run cannot go on: damaged data or checkpoint, out of memory on a single rank, divergence.
         OSError: A file cannot be written, mostly because the disk is full.
     """
     whole, typed = _checked(config)
