@@ -25,7 +25,7 @@ from sparsellm.runs.metrics import METRICS
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 # Files that contain times, or checksums of files that do.
-TELLS_TIME = ("COMMITTED", ".metadata", "lock", "verified.json", "sweep.json")
+TELLS_TIME = ("COMMITTED", ".metadata", "lock", "verified.json", "sweep.json", "training.png")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ the engine that each call asks for, and return the counts that a test sets.
 
 import pytest
 import torch
-from inference.small_models import logits
+from inference.small_models import is_float32, logits
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
@@ -68,7 +68,7 @@ def small_choices(monkeypatch):
     monkeypatch.setattr(engine_choice, "MANY_TOKENS", 128)
     monkeypatch.setattr(engine_choice, "COUNT_EVERY", (1, 1, 1))
     for module in (engine_choice, accelerate, feedforward):
-        monkeypatch.setattr(module, "sparse_engines_take", lambda tensor: tensor.dtype == torch.float32)
+        monkeypatch.setattr(module, "sparse_engines_take", is_float32)
 
 
 @pytest.fixture

@@ -12,6 +12,11 @@ TOLERANCE = torch.finfo(torch.float32).eps * (32 + 64) * 2
 MODELS = ["llama", "arcee", "decoder", "nongated_decoder"]
 
 
+def is_float32(tensor):
+    """Compiled code may call this function, whose module it imports by name: a conftest's name is not unique."""
+    return tensor.dtype == torch.float32
+
+
 def make(name, **changes):
     torch.manual_seed(0)
     if "decoder" in name:
