@@ -5,7 +5,6 @@ import importlib
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -48,7 +47,8 @@ def trained(rank, folder, port):
     """The L1 terms of a run of four steps, and its weights; and the weights of the run resumed after step 2."""
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": "",
+        "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
+        "CUDA_VISIBLE_DEVICES": "",
     }  # fmt: skip
     l1_loss, l1 = sparsellm.l1_loss, []
     sparsellm.l1_loss = lambda model: l1.append(l1_loss(model)) or l1[-1]
@@ -70,11 +70,9 @@ def trained(rank, folder, port):
 @pytest.mark.slow
 def test_the_trainer_of_transformers_trains_sparsely_on_two_ranks_and_resumes(tmp_path):
     (tmp_path / "text").write_bytes(bytes(range(256)) * 40)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)  # the ranks connect to this store, as under torchrun
     with ProcessPoolExecutor(2, SERVER) as pool:
-        tasks = [pool.submit(trained, rank, tmp_path, port) for rank in range(2)]
+        tasks = [pool.submit(trained, rank, tmp_path, store.port) for rank in range(2)]
         (l1, straight, resumed), (_, *others) = (task.result(3 * PATIENCE) for task in tasks)
     assert len(l1) == 2 * (4 + 2)  # two micro-batches a step
     assert l1[7] < 0.9 * l1[0]

@@ -73,6 +73,11 @@ def accelerate(
         )
     if engine is not None and training:
         raise ValueError(f"engine is {engine!r} with training=True: it should be None")
+    if any(isinstance(module, SparseFeedForward) and module.original == (None,) for module in model.modules()):
+        raise ValueError(
+            f"this {kind(model)} has a SparseFeedForward made by its sizes: it should have none, because such a layer"
+            " chooses its engines without sparsellm.accelerate"
+        )
     if is_accelerated(model):
         raise ValueError(f"this {kind(model)} is accelerated already: call sparsellm.restore(model) first")
     originals = feedforward_blocks(model)
@@ -114,7 +119,8 @@ def policy_of(model: nn.Module) -> Policy | None:
 
 def l1_loss(model: nn.Module) -> Tensor:
     """The L1 term to add to the loss of a model that trains on the operator: the sum of |h| over neurons and layers,
-    averaged over the tokens of the last forward pass. 0-d, with a gradient.
+    averaged over the tokens of the last forward pass. 0-d, with a gradient until the optimizer's step. Layers that the
+    model has skipped since the last step (LayerDrop) are left out.
 
     `model` contains SparseFeedForward layers, its own or those of `accelerate(model, training=True)`, and may be
     wrapped. This is the sum that `sparsity.l1_normalization=sum` multiplies by `sparsity.l1_coefficient` in our
@@ -126,7 +132,9 @@ def l1_loss(model: nn.Module) -> Tensor:
         raise ValueError(
             f"{kind(model)} has no SparseFeedForward: call sparsellm.accelerate(model, training=True) first"
         )
-    return torch.stack([layer.l1() for layer in layers]).sum()
+    called = [layer for layer in layers if layer.in_training is None or layer.in_training.is_new] or layers
+    terms = [layer.l1() for layer in called]
+    return torch.stack([term.to(terms[0].device) for term in terms]).sum()
 
 
 def restore(model: nn.Module) -> nn.Module:

@@ -97,6 +97,7 @@ class EngineChoice:
         self.counted = 0  # tokens of the call whose counts are in flight to the host; 0: none
         self.counts: Tensor | None = None  # int64 [4] on the host, pinned if the layer is on a GPU
         self.deciding = threading.Lock()  # held by the one thread that sends or reads counts
+        self.handle: Tensor | None = None  # by which compiled code finds this choice
 
     def __getstate__(self) -> dict:
         """The state of a copy of the model, without the neuron-major W_d and the counts in flight."""
@@ -325,10 +326,15 @@ def register(handle: Tensor, choice: EngineChoice) -> None:
     the meta device, which has no address yet, is not registered."""
     if not handle.is_meta:
         _choices[handle.data_ptr()] = choice
+        choice.handle = handle
 
 
 def _choice_of(handle: Tensor) -> EngineChoice:
     choice = _choices.get(handle.data_ptr())
+    if choice is None:  # FSDP2 moves a handle to the GPU by an assignment to `handle.data`, unnoticed by the layer
+        moved = {known.handle.data_ptr(): known for known in list(_choices.values()) if known.handle is not None}
+        _choices.update(moved)
+        choice = moved.get(handle.data_ptr())
     if choice is None:
         raise ValueError(
             "handle belongs to no existing accelerated block: compile the model after sparsellm.accelerate and after"

@@ -58,7 +58,7 @@ class SparseFeedForward(nn.Module):
         for name in PROJECTIONS if gated else PROJECTIONS[1:]:
             sizes = (intermediate, hidden) if name == "down_proj" else (hidden, intermediate)
             self.add_module(name, nn.Linear(*sizes, bias=False))
-        self._choose(self, False, None, Policy(), TrainingChoice(calibrate=True))
+        self._choose(None, False, None, Policy(), TrainingChoice(calibrate=True))
 
     @classmethod
     def around(
@@ -78,9 +78,15 @@ class SparseFeedForward(nn.Module):
         return layer
 
     def _choose(
-        self, original: nn.Module, traced: bool, engine: str | None, policy: Policy, in_training: TrainingChoice | None
+        self,
+        original: nn.Module | None,
+        traced: bool,
+        engine: str | None,
+        policy: Policy,
+        in_training: TrainingChoice | None,
     ) -> None:
-        self.original = (original,)  # in a tuple, because a plain attribute would register the original as a child
+        # The block that this layer replaces, or None. A plain attribute would register the block as a child.
+        self.original = (original,)
         self.gated, self.returns_statistics = "gate_proj" in self._modules, isinstance(original, OWN)
         self.traced, self.in_training = traced, in_training
         # Set once by our trainer, which writes each new plan into the tensor; compiled code would miss a new tensor.
@@ -137,7 +143,7 @@ class SparseFeedForward(nn.Module):
 
     def l1(self) -> Tensor:
         """The L1 term of the last call with gradients: the sum of |h| over neurons, averaged over tokens. 0-d float32,
-        with a gradient. Raises RuntimeError before the first such call."""
+        with a gradient until the optimizer's step. Raises RuntimeError before the first such call."""
         call = self._last()
         return call.l1 / max(call.tokens, 1)
 
@@ -200,9 +206,11 @@ class SparseFeedForward(nn.Module):
         self._register()
 
     def take_back(self) -> nn.Module:
-        """The original block, with this block's current children and training mode."""
+        """The original block, with this block's current children and training mode; this layer if it replaces none."""
+        (original,) = self.original
+        if original is None:
+            return self
         stop_choosing(self)
-        original = self.original[0]
         for name, child in self.named_children():
             setattr(original, name, child)
         original.training = self.training

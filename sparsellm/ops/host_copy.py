@@ -10,5 +10,5 @@ def to_host(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
         return tensor, None
     on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
     copied = torch.cuda.Event()
-    copied.record()
+    copied.record(torch.cuda.current_stream(tensor.device))
     return on_host, copied

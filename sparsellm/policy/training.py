@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from sparsellm.ops import FeedForwardOutput, Plan, backend
 from sparsellm.ops.host_copy import to_host
@@ -74,6 +74,12 @@ class TrainingChoice:
     def record(self, tokens: int, out: FeedForwardOutput) -> None:
         self.last, self.is_new = Call(tokens, out.l1, out.nnz, out.fired, out.rest_calls, out.union), True
 
+    def end_step(self) -> None:
+        """Free the graph of the step's last call, which the L1 term holds. The values stay."""
+        if self.is_new and self.last is not None:
+            self.last = self.last._replace(l1=self.last.l1.detach())
+        self.is_new = False
+
     def __getstate__(self) -> dict[str, Any]:
         """The state of a copy of the layer. `last` belongs to the original's autograd graph, which cannot be copied."""
         return {"calibrate": self.calibrate, "plan": self.plan.clone()}
@@ -98,15 +104,14 @@ class Steps:
         if not any(choice.is_new for choice in choices):
             return
         self.step += 1
-        if self.step == 1:
-            self._begin()
-        if self.counts is not None and self.step + 1 == self.counts.step + DELAY:
-            self._decide(self.counts.read())
-            self.counts = None
-        elif self.step % DECIDE_EVERY == 1:
-            self._count(choices)
-        for choice in choices:
-            choice.is_new = False
+        with torch.cuda.device_of(self.layers[0].down_proj.weight):  # NCCL and measurements use the current device
+            if self.step == 1:
+                self._begin()
+            if self.counts is not None and self.step + 1 == self.counts.step + DELAY:
+                self._decide(self.counts.read())
+                self.counts = None
+            elif self.step % DECIDE_EVERY == 1:
+                self._count(choices)
 
     def _begin(self) -> None:
         """Find the costs of the engines. If all ranks have the same kernels and layers, all decide together, by rank
@@ -114,9 +119,7 @@ class Steps:
         first = self.layers[0]
         self.policy = first.choice.policy
         if first.in_training.calibrate and backend.loaded():
-            device = first.down_proj.weight.device
-            with torch.cuda.device(device):
-                self.policy = first_use.policy_for(self.shapes, device, self.shapes)
+            self.policy = first_use.policy_for(self.shapes, first.down_proj.weight.device, self.shapes)
         if dist.is_initialized() and dist.get_world_size() > 1:
             found: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(found, (backend.loaded(), self.shapes, self.policy))
@@ -150,6 +153,9 @@ class Steps:
 # Layers in the order of their construction, which is the same on all ranks, and the steps of each optimizer.
 _layers: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
 _steps: weakref.WeakKeyDictionary[Optimizer, Steps] = weakref.WeakKeyDictionary()
+# The optimizer that is stepping. ZeroRedundancyOptimizer steps an inner optimizer, which updates different weights on
+# each rank. All ranks must decide about the same layers, so the steps of an inner optimizer are ignored.
+_stepping: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def choose_in_training(layer: nn.Module) -> None:
@@ -166,19 +172,30 @@ def stop_choosing(layer: nn.Module) -> None:
 @cache
 def _listen() -> None:
     # `disable` imports Dynamo, so it is not called at import time.
+    register_optimizer_step_pre_hook(torch.compiler.disable(_before_step))
     register_optimizer_step_post_hook(torch.compiler.disable(_after_step))
 
 
+def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    if not _stepping:
+        _stepping.add(optimizer)
+
+
 def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    if in_backward() or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+    if optimizer not in _stepping:
+        return
+    _stepping.remove(optimizer)
+    if in_backward():
         return
     updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     layers: list[Any] = [layer for layer in _layers if id(layer.get_parameter("down_proj.weight")) in updated]
-    if not layers or not takes_kernels(layers[0].down_proj.weight):
-        return
-    if optimizer not in _steps or _steps[optimizer].layers != layers:
-        _steps[optimizer] = Steps(layers)
-    _steps[optimizer].ended()
+    capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    if layers and takes_kernels(layers[0].down_proj.weight) and not capturing:
+        if optimizer not in _steps or _steps[optimizer].layers != layers:
+            _steps[optimizer] = Steps(layers)
+        _steps[optimizer].ended()
+    for layer in layers:
+        layer.in_training.end_step()
 
 
 def in_backward() -> bool:

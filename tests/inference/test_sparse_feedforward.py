@@ -1,8 +1,8 @@
 """SparseFeedForward in other people's training: the gradients of Llama's block, engines chosen by its own counts."""
 
 import copy
+import weakref
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import nullcontext
 from unittest.mock import patch
 
 import pytest
@@ -17,6 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 import sparsellm
 from sparsellm.inference import feedforward
+from sparsellm.inference.engine_choice import _choice_of
 from sparsellm.ops import Engine, Plan
 from sparsellm.policy import Policy, training
 
@@ -213,11 +214,60 @@ def test_a_layer_that_is_not_trained_or_no_longer_accelerated_decides_nothing(ch
     assert choosing.asked == []
 
 
-def test_evaluation_keeps_no_copy_of_the_weights_of_a_layer_that_trains(choosing, monkeypatch):
+@pytest.mark.usefixtures("small_choices")
+def test_evaluation_keeps_no_copy_of_the_weights_of_a_layer_that_trains(monkeypatch):
     _, ours = pair()
     monkeypatch.setattr(feedforward.EngineChoice, "neuron_major", None)
-    with torch.no_grad():
-        ours.eval()(tokens(128))
+    with torch.no_grad(), pytest.raises(ValueError, match="a CUDA device for the row engine"):  # only a GPU goes on
+        ours.eval()(tokens(4))
+
+
+def test_an_optimizer_inside_of_another_decides_nothing(choosing):
+    """ZeroRedundancyOptimizer steps an inner optimizer, whose weights differ between the ranks."""
+
+    class Outer(torch.optim.Optimizer):
+        def step(self):
+            inner.step()
+
+    model = nn.Sequential(pair()[1], pair()[1])
+    outer, inner = Outer(model.parameters(), {}), torch.optim.SGD(model[0].parameters(), 0.0)
+    for _ in range(3):
+        step(model, outer, tokens(2, 64))
+    assert [layer.counts()["engine"] for layer in model] == ["tile"] * 2
+    assert len(choosing.asked) == 2
+    assert inner not in training._steps
+
+
+def test_the_l1_loss_is_of_the_layers_that_this_step_has_called():
+    model, x = nn.Sequential(pair()[1], pair()[1]), tokens(3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model(x)
+    both = sparsellm.l1_loss(model)
+    both.backward()
+    optimizer.step()
+    assert torch.equal(sparsellm.l1_loss(model), both.detach())
+    assert not sparsellm.l1_loss(model).requires_grad
+    model[1](x)  # as LayerDrop does
+    l1 = sparsellm.l1_loss(model)
+    l1.backward()
+    assert torch.equal(l1, model[1].l1())
+
+
+def test_a_layer_made_by_its_sizes_needs_no_acceleration_and_is_freed_at_once():
+    model = nn.Sequential(sparsellm.SparseFeedForward(16, 48))
+    with pytest.raises(ValueError, match="has a SparseFeedForward made by its sizes: it should have none"):
+        sparsellm.accelerate(model, training=True)
+    sparsellm.restore(model)
+    assert model[0] in training._layers
+    layer = weakref.ref(model[0])
+    del model
+    assert layer() is None
+
+
+def test_a_layer_that_fsdp_moves_is_found_by_compiled_code():
+    _, ours = pair()
+    ours.handle.data = ours.handle.clone()  # as fully_shard moves a buffer
+    assert _choice_of(ours.handle) is ours.choice
 
 
 def decided(rank, folder):
@@ -236,7 +286,6 @@ def decided(rank, folder):
             patch.object(training, "takes_kernels", lambda _weight: True),
             patch.object(training.backend, "loaded", lambda alike=alike: None if alike or rank == 0 else "cuda"),
             patch.object(training.first_use, "policy_for", lambda *_: Policy()),
-            patch.object(training.torch.cuda, "device", lambda _device: nullcontext()),
             patch.object(feedforward, "sparse_engines_take", lambda _x: True),
             patch.object(feedforward, "_kernels_run", lambda: True),
             patch.object(Policy, "choose_training_engine", staticmethod(choose)),
