@@ -1,10 +1,11 @@
-"""Checks a wheel that `make wheel` built, on a machine with a Hopper GPU: what it computes, and which library it loads.
+"""Checks, on a machine with a Hopper GPU, what a wheel built by `make wheel` computes, and which library it loads.
 
     python -m scripts.check_install dist/sparsellm-*.whl
 
 Installs only the wheel into a temporary folder, and runs each step in a separate process: without nvcc and with an
-empty cache, with SPARSELLM_KERNELS, with edited sources. Needs torch, transformers and pip; the last steps need nvcc
-and are skipped, with a message, without it. Prints a line per step, and exits with 1 at the first step that fails.
+empty cache, with SPARSELLM_KERNELS, and with edited sources. Needs torch, transformers and pip; the last steps need
+nvcc and are skipped, with a message, without it. Prints a line per step, and exits with code 1 at the first step that
+fails.
 """
 
 import os
@@ -23,7 +24,7 @@ def nothing():
 compiler.nvcc = nothing
 """
 
-# Compares every engine, forward and backward, with the reference, and an accelerated model with its own results.
+# Compares every engine, forward and backward, with the reference, and an accelerated model with the original model.
 COMPUTE = f"""
 import runpy, torch, sparsellm
 from sparsellm.ops import build
@@ -71,7 +72,7 @@ def check(wheel: Path, folder: Path) -> int:
         return 1
 
     def step(what: str, code: str, expected: str, **environment: str) -> None:
-        """Run `code` in an empty folder; exit unless it succeeds, and its output contains `expected`."""
+        """Run `code` in an empty folder. Exit unless `code` succeeds and its output contains `expected`."""
         variables = {k: v for k, v in os.environ.items() if k not in ("SPARSELLM_KERNELS", "PYTHONPATH")}
         variables |= {"PYTHONPATH": str(site), "SPARSELLM_CACHE_DIR": str(cache), **environment}
         done = subprocess.run(

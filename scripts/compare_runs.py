@@ -45,7 +45,7 @@ from sparsellm.runs.metrics import METRICS, read
 from sparsellm.system.provenance import provenance
 
 Rows = list[dict[str, Any]]
-LAST_ROWS, FIRST_ROWS = 48, 32  # kept rows: evenly spaced, and spaced logarithmically
+LAST_ROWS, FIRST_ROWS = 48, 32  # number of rows kept: evenly spaced, and logarithmically spaced
 KEPT = (
     "step", "tokens", "lr", "ce", "val_ce", "l1", "l1_coefficient", "nnz_mean", "nnz_per_layer", "dead_per_layer",
     "reinitialized_per_layer", "tokens_per_s", "peak_memory_bytes", "micro_batch_size", "plan_per_layer", "evaluation",
@@ -54,14 +54,14 @@ PATHS = {"kernels": ORANGE, "PyTorch": BLUE}
 
 
 def path(rows: Rows) -> str:
-    """What computed a run's feedforward layers: a key of PATHS. PyTorch's rows may have no engines."""
+    """What computed a run's feedforward layers: a key of PATHS. If PyTorch did, rows may have no engines."""
     engines = {engine for row in rows for engine in row.get("plan_per_layer") or []}
     return "kernels" if engines - {"torch"} else "PyTorch"
 
 
 def thinned(rows: Rows) -> Rows:
-    """The columns KEPT of about 80 rows, with numbers of six digits: the first and the last row, all rows with a
-    validation, and others, more of them at the beginning."""
+    """About 80 rows with the columns KEPT and numbers rounded to six digits: the first and last row, all rows with a
+    validation, and others, of which more are near the beginning."""
     wanted = np.concatenate([np.geomspace(1, len(rows), FIRST_ROWS), np.linspace(1, len(rows), LAST_ROWS)])
     chosen = {round(number) - 1 for number in wanted} | {i for i, row in enumerate(rows) if row["val_ce"] is not None}
     kept = [{key: rows[i].get(key) for key in KEPT} for i in sorted(chosen)]
@@ -73,14 +73,14 @@ def _is_relu(rows: Rows) -> bool:
 
 
 def named(folders: list[Path]) -> dict[str, Path]:
-    """{name: folder}, by folder name, or by path if several have the same name."""
+    """{name: folder}. The name is the folder's name, or its path if several folders have the same name."""
     names = [folder.resolve().name for folder in folders]
     each = zip(names, folders, strict=True)
     return {name if names.count(name) == 1 else str(folder): folder for name, folder in each}
 
 
 def styles(runs: dict[str, Rows]) -> dict[str, tuple[str, str]]:
-    """The colour of each run, and its name in the legend."""
+    """{run: (colour, name in the legend)}"""
     paths = {name: path(rows) for name, rows in runs.items()}
     found = list(paths.values())
     if len({paths[name] for name, rows in runs.items() if _is_relu(rows)}) < 2:
@@ -89,7 +89,7 @@ def styles(runs: dict[str, Rows]) -> dict[str, tuple[str, str]]:
 
 
 def seconds(rows: Rows) -> list[float]:
-    """Cumulative seconds of a run's steps at each row, with each step as long as the next logged one."""
+    """Cumulative seconds of a run's steps, at each row. Assumes that a step takes as long as the next logged step."""
     spans = [row["tokens"] - before for row, before in zip(rows, [0, *(row["tokens"] for row in rows)], strict=False)]
     return np.cumsum([span / row["tokens_per_s"] for span, row in zip(spans, rows, strict=True)]).tolist()
 
@@ -105,13 +105,13 @@ def seconds_to(rows: Rows, loss: float) -> float | None:
 
 
 def curve(axes: Axes, x: Iterable[float], y: Iterable[Any], *form: str, **style: Any) -> None:
-    """Plot y against x, without the points that have no y."""
+    """Plot y against x, leaving out points whose y is None."""
     shown = [point for point in zip(x, y, strict=True) if point[1] is not None]
     axes.plot(*(zip(*shown, strict=True) if shown else ([], [])), *form, **style)
 
 
 def draw(runs: dict[str, Rows], shared_gpus: bool = False) -> Figure:
-    """The figure that is described at the top of this file."""
+    """The figure described at the top of this file."""
     by_style = styles(runs)
     by_run = len({color for color, _ in by_style.values()}) == len(runs)
     layers_of = next((name for name, rows in runs.items() if by_run and _is_relu(rows)), None)
@@ -133,11 +133,11 @@ def draw(runs: dict[str, Rows], shared_gpus: bool = False) -> Figure:
             if of_time:
                 in_time, speed = of_time
                 curve(in_time, seconds(rows), held_out, "o-", color=color, markersize=3, clip_on=False)
-                # The first step compiles.
+                # Leave out the first step, which compiles.
                 curve(speed, steps[1:], columns["tokens_per_s"][1:], color=color)
             gib = [value and value / 2**30 for value in columns["peak_memory_bytes"]]
             curve(memory, steps[1:], gib[1:], color=color)
-        # Fit everything except each run's first tenth, which may be cut off.
+        # Fit the axis to everything except each run's first tenth, which may be cut off.
         settled = [of[step] for of in ce.values() for step in of if 10 * step > max(of)]
         margin = 0.05 * (max(settled) - min(settled)) or 0.1
         losses.set_ylim(min(settled) - margin, max(settled) + margin)
@@ -154,7 +154,7 @@ def draw(runs: dict[str, Rows], shared_gpus: bool = False) -> Figure:
         memory.set_title("largest memory of tensors on a GPU, GiB")
         from_zero(memory)
         if not any(len(line.get_xdata()) for line in memory.get_lines()):
-            memory.remove()  # no run was on a GPU
+            memory.remove()  # no run used a GPU
         for axes in figure.axes:
             axes.set_xlabel("seconds of steps" if axes in of_time[:1] else "step")
             axes.set_xlim(0, None)

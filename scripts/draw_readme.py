@@ -1,11 +1,11 @@
-"""Draws docs/gains.png of README.md from the tables of docs/RESULTS.md and the metrics of finished runs.
+"""Draws docs/gains.png, shown in README.md, from the tables in docs/RESULTS.md and the metrics of finished runs.
 
     python -m scripts.draw_readme
 
 From top to bottom: the speedup of one layer against its nonzeros; the gains of whole models next to the paper's; and a
-whole run (docs/results/0p5b_150m.jsonl) with its speed compared with SiLU (docs/results/0p5b_300m.jsonl).
-scripts/compare_runs.py wrote both files. The PNG stores a checksum of all these numbers, which tells a test whether the
-figure is up to date.
+whole run (docs/results/0p5b_150m.jsonl) and its speed compared with SiLU (docs/results/0p5b_300m.jsonl). Both files
+were written by scripts/compare_runs.py. The PNG stores a checksum of all these numbers, so that a test can check
+whether the figure is up to date.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from scripts.compare_runs import Rows, curve, seconds, seconds_to
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 OURS, PAPER, DENSE, INK = "#1f77b4", "#e08214", "#8c8c8c", "#222222"
 DARK, LIGHT = "#08519c", "#6baed6"  # two shades of OURS
-WIDTH, DPI = 8.3, 200  # inches; GitHub shows 830 pixels, so text on the page has its size in points
+WIDTH, DPI = 8.3, 200  # inches; GitHub shows 830 pixels, so text appears at its nominal size in points
 MODELS = ("0.5B", "1B", "1.5B", "2B")
 TABLES = (
     "One layer: forward pass", "One layer: forward and backward", "Forward pass of whole models",
@@ -42,7 +42,7 @@ Row = dict[str, str]
 
 
 def table(heading: str, text: str) -> list[Row]:
-    """The rows of the first table under the line `## heading` of a Markdown text, keyed by column."""
+    """The rows of the first table under the line `## heading` in the Markdown document `text`, keyed by column."""
     if f"## {heading}\n" not in text:
         raise ValueError(f"docs/RESULTS.md has no section {heading!r}: docs/gains.png needs its table")
     section = text.split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
@@ -51,18 +51,18 @@ def table(heading: str, text: str) -> list[Row]:
     found = []
     for row in rows:
         if len(row) != len(header):
-            break  # the next table of the section
+            break  # the section's next table begins
         found.append(dict(zip(header, row, strict=True)))
     return found
 
 
 def number(cell: str) -> float:
-    """The number at the start of a cell: 12.596, 131,072, +17.0%, "0.11: no room"."""
+    """The number at the start of a table cell such as "12.596", "131,072", "+17.0%" or "0.11: no room"."""
     return float(cell.split(":")[0].split("(")[0].rstrip("% ").replace(",", ""))
 
 
 def layer_speed_ups(rows: list[Row], engines: tuple[str, ...]) -> tuple[list[float], list[float]]:
-    """(nonzeros per token of each row, ascending; speedup of the row's fastest engine)."""
+    """Returns (nonzeros per token, ascending; speedup of the fastest engine), two lists with one entry per row."""
     points = sorted((number(row["nonzeros per token"]), max(number(row[engine]) for engine in engines)) for row in rows)
     return [nonzeros for nonzeros, _ in points], [speed_up for _, speed_up in points]
 
@@ -116,25 +116,25 @@ def draw_gains(text: str) -> Figure:
 
 
 def checksum(text: str) -> str:
-    """SHA-256 of every number that draw_gains(text) draws."""
+    """SHA-256 of all numbers drawn by draw_gains(text)."""
     drawn = [table(heading, text) for heading in TABLES] + [_rows(name) for name in RUNS]
     return hashlib.sha256(json.dumps(drawn).encode()).hexdigest()
 
 
 def _rows(name: str) -> dict[str, Rows]:
-    """The rows of each run of a file in docs/results/, by the run's name."""
+    """{run's name: rows} for each run in a file in docs/results/."""
     return {run["name"]: run["rows"] for run in map(json.loads, (DOCS / "results" / name).read_text().splitlines())}
 
 
 def _faster(baseline: Rows, ours: Rows) -> float:
-    """How many times as fast as the baseline `ours` reaches the lowest held-out loss that both runs reach."""
+    """Ratio of the times in which `baseline` and `ours` reach the lowest held-out loss that both runs reach."""
     common = max(rows[-1]["val_ce"] for rows in (baseline, ours))
     return seconds_to(baseline, common) / seconds_to(ours, common)
 
 
 def _run(figure: Figure, rows: dict[str, Rows], longer: dict[str, Rows]) -> None:
-    """Draw nonzeros, speed and loss of a run with the kernels ("kernels") and of the same run in PyTorch ("torch").
-    `longer`: an L1 run and a dense SiLU run, whose times to the same loss are compared in a sentence only."""
+    """Draw nonzeros, speed and loss for the same run with the kernels ("kernels") and in PyTorch ("torch"), both in
+    `rows`. `longer`: an L1 run and a dense SiLU run, whose times to the same loss are compared only in a text."""
     grid = figure.add_gridspec(1, 3, left=0.06, right=0.985, top=0.217, bottom=0.055, wspace=0.24)
     fires, speed, loss = (figure.add_subplot(cell) for cell in grid)
     ours = rows["kernels"]

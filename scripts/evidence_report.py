@@ -45,12 +45,12 @@ from sparsellm.sweep.figure import spelled
 from sparsellm.system.provenance import provenance
 
 Row = dict[str, Any]
-LOSSES = 0.01, 0.02  # relative increases of cross entropy for which the coefficient is reported
+LOSSES = 0.01, 0.02  # relative increases in cross entropy for which a coefficient is reported
 REMEDIES = {"redrawn": "dead rows reinitialized", "blended": "dead rows blended", "warm_up": "coefficient warms up"}
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
-    """The runs in a file, one dict per line; for a run folder, its single run."""
+    """The runs in a file, one dict per line; for a run's folder, one dict for that run."""
     if not path.is_dir():
         return [json.loads(line) for line in path.read_text().splitlines()]
     config = load(path / CONFIG)
@@ -66,14 +66,14 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 
 def remedy(config: dict[str, Any]) -> str | None:
-    """The key in REMEDIES of the remedy for dead neurons that this configuration uses; None if it uses none."""
+    """The remedy for dead neurons that `config` uses, as a key of REMEDIES; None if it uses none."""
     if config.get("sparsity.reinit_dead_after_tokens") is not None:
         return "blended" if config["sparsity.reinit_blend"] < 1 else "redrawn"
     return "warm_up" if config.get("sparsity.l1_warmup_tokens") else None
 
 
 class Run:
-    """A finished run: one line of the input files, one row of the tables."""
+    """A finished run: one line in an input file, and one row in the printed tables."""
 
     def __init__(self, line: dict[str, Any]) -> None:
         self.name, self.line, self.rows = line["name"], line, line["rows"]
@@ -89,7 +89,7 @@ class Run:
         self.nonzeros: float | None = self.last["nnz_mean"]
         self.tokens_per_s = median(row["tokens_per_s"] for row in self.rows)
         scores = self.last["evaluation"] or {}
-        # The score of each task; {} if any task has no score.
+        # {task: score}; empty if any task has no score.
         self.scores = {task: scores[task] for task in TASKS} if scores.get("mean") is not None else {}
         self.kind = (f"ReLU + L1, {spelled(self.coefficient)}" if self.coefficient else "ReLU") if self.relu else "SiLU"
 
@@ -112,7 +112,7 @@ class Run:
 
 
 class Sweep:
-    """The runs that differ only in the L1 coefficient, sorted by it, and the runs that are compared with them."""
+    """The runs that differ only in the L1 coefficient, sorted by coefficient, and the runs compared with them."""
 
     def __init__(self, runs: list[Run]) -> None:
         self.runs = runs
@@ -123,12 +123,13 @@ class Sweep:
         self.without = next((run for run in self.relu if not run.coefficient), None)
 
     def increase(self, run: Run) -> float | None:
-        """The relative increase of held-out cross entropy over the ReLU run without L1."""
+        """The relative increase in held-out cross entropy compared with the ReLU run without L1; None if there is
+        none."""
         return None if self.without is None else run.ce / self.without.ce - 1
 
     def remedies(self) -> list[Run]:
-        """The runs at the remedies' coefficient: those without a remedy, by seed, then those with one. [] if no run
-        without a remedy has seed 0."""
+        """The runs with the coefficient at which remedies were tried: first those without a remedy, by seed, then those
+        with one. [] if no run without a remedy has seed 0."""
         coefficients = [run.coefficient for run in self.runs if run.remedy is not None][:1]
         alike = [run for run in self.runs if run.relu and run.coefficient in coefficients]
         plain = sorted((run for run in alike if run.remedy is None), key=lambda run: run.seed)
@@ -136,9 +137,9 @@ class Sweep:
         return [*plain, *tried] if plain and plain[0].seed == 0 else []
 
     def price(self, loss: float) -> tuple[float, float] | None:
-        """(coefficient, nonzeros per token) at which cross entropy is higher by the fraction `loss`.
+        """(coefficient, nonzeros per token) at which cross entropy has increased by the fraction `loss`.
 
-        Interpolated on a log scale of coefficient and nonzeros. None if `loss` is outside the range of the sweep.
+        Both are interpolated on a log scale. None if `loss` is outside the sweep's range.
         """
         points = [(math.log(r.coefficient), self.increase(r), math.log(r.nonzeros)) for r in self.sparse if r.nonzeros]
         for (x0, y0, n0), (x1, y1, n1) in reversed(list(pairwise(points))):
@@ -149,7 +150,7 @@ class Sweep:
 
 
 def table(rows: list[dict[str, str]]) -> str:
-    """Rows under their keys, as a Markdown table."""
+    """A Markdown table of `rows`, whose keys are the header."""
     lines = [list(rows[0]), ["---"] * len(rows[0]), *(row.values() for row in rows)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
@@ -177,7 +178,7 @@ def markdown(sweep: Sweep) -> str:
 
 
 def draw_sweep(sweep: Sweep) -> Figure | None:
-    """The figure of the sweep; None if there is no ReLU run."""
+    """The sweep's figure; None if there is no ReLU run."""
     if not sweep.relu:
         return None
     figure = Figure(figsize=(11, 6.2), layout="constrained")
@@ -208,7 +209,7 @@ def draw_sweep(sweep: Sweep) -> Figure | None:
         x, y, errors = zip(*scored, strict=True)
         accuracy.errorbar(x, y, yerr=errors, fmt="none", color="C0", capsize=1.5, elinewidth=0.8)
         chance_line(accuracy, fmean(task.chance for task in TASKS.values()), "chance")
-    for axes, _, _ in levels if swept else ():  # otherwise error bars reach below 0 or up to 1
+    for axes, _, _ in levels if swept else ():  # without limits, error bars would reach below 0 or up to 1
         axes.set_xlim(swept[0] / 1.3, swept[-1] * 1.3)
     _over_tokens(nonzeros_over, dead_over, {spelled(run.coefficient): run for run in sweep.relu})
     _logarithmic(nonzeros)
@@ -240,7 +241,7 @@ def _over_tokens(nonzeros: Axes, dead: Axes, runs: dict[str, Run]) -> None:
 
 
 def draw_remedies(sweep: Sweep) -> Figure | None:
-    """The figure of the remedies for dead neurons; None if no run has one."""
+    """The figure that compares remedies for dead neurons; None if no run uses one."""
     runs = {_remedy_label(run): run for run in sweep.remedies()}
     if not runs:
         return None
@@ -297,7 +298,8 @@ def draw_widths(runs: list[Run]) -> Figure:
 
 
 def table_of_widths(runs: list[Run]) -> str:
-    """The Markdown table of widths. Differences are to the first run of `by_kind`: the narrowest SiLU, if any."""
+    """A Markdown table of runs by width. Differences are relative to the first run in `by_kind`: the narrowest SiLU
+    run, if there is one."""
     sorted_runs = [run for alike in by_kind(runs).values() for run in alike]
     first = sorted_runs[0]
     return table([

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Runs compute-sanitizer over a small case of every CUDA kernel (scripts/sanitize_kernels.py): about two minutes on a GPU.
+# Runs compute-sanitizer over a small case of every CUDA kernel (scripts/sanitize_kernels.py): about two minutes on a
+# GPU.
 #
 #     scripts/sanitize.sh [TOOL ...]      default tools: memcheck racecheck synccheck
 #
@@ -7,20 +8,22 @@
 # LOGS          the folder for each tool's output; default: a new folder under /tmp
 # SECONDS_EACH  time limit per tool, after which the tool has failed; default: 120
 #
-# Exit code: 0 if every tool passed, 1 if one did not, 2 if nothing could run.
+# Exit code: 0 if every tool passed, 1 if a tool failed, 2 if nothing could run.
 #
-# What each tool proves here:
-#   memcheck   No access outside a tensor. torch's caching allocator is off, so every tensor is a separate allocation.
-#   racecheck  No race in shared memory between ordinary loads and stores. It does not follow TMA and WGMMA (the
-#              asynchronous proxy), so it proves nothing about those. These are excluded from it, with release 2025.3:
-#              - the tile products: it does not know what an mbarrier orders, and reports every such pair as a race;
-#              - sort_kernel: for 1,600 tokens it reports pairs that a BAR.SYNC of all threads separates, different pairs
-#                in every run;
+# What each tool proves:
+#   memcheck   No kernel accesses memory outside a tensor. torch's caching allocator is off, so every tensor is a
+# separate allocation.
+#   racecheck  No race in shared memory between ordinary loads and stores. racecheck does not follow TMA and WGMMA (the
+#              asynchronous proxy), so it proves nothing about those. Excluded from racecheck (release 2025.3) are
+#              - the tile products: racecheck does not know which accesses an mbarrier orders, and reports them as
+# races;
+#              - sort_kernel: for 1,600 tokens racecheck reports pairs that a BAR.SYNC of all threads separates,
+#                different pairs in every run;
 #              - the cases of few tokens, and with them gate_pack_small, gate_pack_fewest, pack_product and row_cluster:
-#                the first case, of 16 tokens, ends in an internal error of the tool and an illegal access, whichever
+#                the first case, with 16 tokens, ends in an internal error in racecheck and an illegal access, whichever
 #                kernels are checked; memcheck finds no illegal access there;
-#              - cuBLAS's products, which end in the same way.
-#   synccheck  Barriers are used as allowed.
+#              - cuBLAS's matrix products, which end in the same way.
+#   synccheck  All barriers are used as documented.
 # initcheck would report intended reads: a packed row's first 32 or 64 bytes are loaded before its count is known.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -48,8 +51,8 @@ fi
 
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1 CUDA_MODULE_LOADING=LAZY
 if [ $# -eq 0 ]; then set -- memcheck racecheck synccheck; fi
-# Only our kernels are checked, through an option whose name changed between releases. Errors of CUDA calls that torch
-# makes and handles itself are not reported.
+# Only kernels named sparsellm* are checked, through an option whose name changed between releases. Errors of CUDA calls
+# that torch makes and handles itself are not reported.
 help=$("$sanitizer" --help 2>&1)
 only=
 for option in --kernel-name --kernel-regex; do

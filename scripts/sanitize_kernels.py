@@ -34,14 +34,14 @@ from sparsellm.ops.feedforward import forward
 # the row engine up to 1,535. Calls of at least ORDERED_TOKENS tokens order them; the policy orders only larger calls,
 # which would take too long here.
 CASES = [(m, gated) for m in (300, 16, 48, 100) for gated in (True, False)] + [(1600, True)]
-FEW_TOKENS = 128  # maximum tokens of the cases in the part "few"
+FEW_TOKENS = 128  # maximum tokens per case in the part "few"
 ORDERED_TOKENS = 1024
 K, N = 256, 512
 PARTS = ("forward", "few", "backward")
 
 
 def layer(m: int, gated: bool) -> tuple[Tensor, ...]:
-    """(x [M, K], w_gate [N, K] if gated, w_up [N, K], w_down [K, N]) of small integers, bfloat16, on the CPU."""
+    """Returns (x [M, K], w_gate [N, K] if gated, w_up [N, K], w_down [K, N]): small integers, bfloat16, on the CPU."""
     generator = torch.Generator().manual_seed(m)
 
     def draw(low: int, high: int, *shape: int) -> Tensor:
@@ -61,18 +61,18 @@ def layer(m: int, gated: bool) -> tuple[Tensor, ...]:
 
 
 def gated_layer(x: Tensor, *ws: Tensor) -> tuple[Tensor | None, ...]:
-    """(x, w_gate or None, w_up, w_down)"""
+    """Returns (x, w_gate or None, w_up, w_down)."""
     return x, *(() if len(ws) == 3 else (None,)), *ws
 
 
 def run(engine: str, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, l1, nnz) by `engine`, on the device of the inputs."""
+    """Returns (y, l1, nnz), computed by `engine` on the inputs' device."""
     return feedforward(*gated_layer(*inputs), Plan.of(engine))[:3]
 
 
 def gradients(engine: str, *inputs: Tensor, stored: torch.dtype = torch.bfloat16) -> tuple[Tensor, ...]:
-    """(dw of each weight, rounded to bfloat16, ..., nnz) by `engine`, on the device of the inputs, from weights of
-    dtype `stored`. dy alternates between 0 and 1, and dl1 is 1."""
+    """Returns (dw of each weight, rounded to bfloat16, ..., nnz), computed by `engine` on the inputs' device, from
+    weights of dtype `stored`. dy alternates between 0 and 1, and dl1 is 1."""
     x, *ws = inputs
     ws = [w.detach().to(stored).requires_grad_() for w in ws]
     with torch.autocast(x.device.type, torch.bfloat16):
@@ -83,7 +83,7 @@ def gradients(engine: str, *inputs: Tensor, stored: torch.dtype = torch.bfloat16
 
 
 def leave_out_products() -> None:
-    """Replace torch's matmuls by functions that do nothing, for libraries loaded after this call."""
+    """Replace torch's matmuls with functions that do nothing, for libraries loaded after this call."""
     with tempfile.TemporaryDirectory() as folder:
         source, library = Path(folder, "nothing.c"), Path(folder, "nothing.so")
         source.write_text("".join(f"int aoti_torch_cuda_{name}_out() {{ return 0; }}\n" for name in ("mm", "addmm")))
@@ -109,10 +109,10 @@ def main() -> int:
 
 
 def check(parts: Sequence[str], products: bool) -> list[str]:
-    """Compare all cases of these parts with the reference. Returns the names of those that differ.
+    """Compare all cases in `parts` with the reference. Returns the names of the cases that differ.
 
-    products: whether cuBLAS's products are computed. If not, only the dense engine's statistics are compared, and only
-    where its own kernel computes them.
+    `products`: whether cuBLAS's matrix products are computed. If not, only the dense engine's statistics are compared,
+    and only where one of its own kernels computes them.
     """
     wrong: list[str] = []
 
@@ -154,7 +154,7 @@ def check(parts: Sequence[str], products: bool) -> list[str]:
 
 
 def fusing(fused: bool) -> AbstractContextManager:
-    """Make the dense engine run the kernels for many tokens (fused), or those for few."""
+    """Make the dense engine run the kernels for many tokens (fused=True), or those for few tokens."""
     return patch.object(borders, "MIN_FUSED_TOKENS", 0 if fused else 1 << 62)
 
 

@@ -1,9 +1,9 @@
 """Pretraining of language models whose feedforward activations are almost all exactly zero (arXiv 2603.23198).
 
 `sparsellm.accelerate(model)` runs a loaded model's feedforward blocks on the sparse kernels; `sparsellm.restore(model)`
-undoes it. `sparsellm.SparseFeedForward` is such a layer for a model of your own, and `sparsellm.l1_loss(model)` the L1
-term for its loss. `sparsellm.Generator.load(folder)` writes text with a checkpoint. `sparsellm.api` trains and
-evaluates. `sparsellm.SparsellmError` is the base of this package's errors.
+undoes this. `sparsellm.SparseFeedForward` is a sparse feedforward layer for your own model, and
+`sparsellm.l1_loss(model)` the L1 term for the model's loss. `sparsellm.Generator.load(folder)` generates text with a
+checkpoint. `sparsellm.api` trains and evaluates. `sparsellm.SparsellmError` is the base class of this package's errors.
 """
 
 import importlib

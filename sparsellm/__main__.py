@@ -1,4 +1,4 @@
-"""python -m sparsellm COMMAND ... : the program `sparsellm`."""
+"""python -m sparsellm COMMAND ... : the same as the program `sparsellm`."""
 
 from sparsellm.cli import main
 

@@ -1,4 +1,4 @@
-"""The Python API: what the commands prepare_data, train and evaluate do, with exceptions instead of exit codes.
+"""The Python API: the commands prepare_data, train and evaluate as functions that raise exceptions.
 
 from sparsellm.api import Config, Generator, evaluate, train
 
@@ -32,25 +32,25 @@ __all__ = ["Config", "ConfigError", "Generator", "Run", "SparsellmError", "evalu
 
 
 class Config(keys.Config):
-    """The configuration of a run: `config.training.steps` is the key `training.steps` of the command line.
+    """A run's configuration: `config.training.steps` is the key `training.steps` on the command line.
 
-    Config() has the defaults that `sparsellm train --help` lists. `compose` and `load` make configurations as the
-    command line does. Fields may be changed; a run's name that was composed does not change with them, so set
+    Config() has the defaults listed by `sparsellm train --help`. `compose` and `load` make configurations like the
+    command line does. Fields may be changed, but this does not change a run name made by `compose`, so set
     `config.run.name` too, or pass the value to `compose`.
     """
 
-    overrides: Sequence[str] = ()  # the command line that `compose` was given
+    overrides: Sequence[str] = ()  # the command line passed to `compose`
 
     @classmethod
     def compose(cls, *overrides: str, config_dir: str | Path | None = None) -> Self:
-        """The configuration of a command line.
+        """The configuration that results from command-line overrides.
 
         Args:
             overrides: As on the command line: "experiment=smoke", "training.steps=100".
-            config_dir: A folder with experiments and choices of your own, as --config-dir.
+            config_dir: A folder with your own experiments and choices, as for --config-dir.
 
         Raises:
-            ConfigError: With every mistake in the overrides.
+            ConfigError: If an override is refused; lists every mistake.
         """
         composed = composition([*([] if config_dir is None else [f"{keys.CONFIG_DIR}={config_dir}"]), *overrides])
         if composed.mistakes:
@@ -74,26 +74,26 @@ class Config(keys.Config):
             config_dir: As for `compose`.
 
         Raises:
-            ConfigError: If the file cannot be read or is damaged; with every mistake in the file and in the overrides.
+            ConfigError: If the file cannot be read or is damaged, or for mistakes in the file or overrides; lists all.
         """
         return cls.compose(f"{keys.CONFIG}={path}", *overrides, config_dir=config_dir)
 
 
 def train(config: keys.Config) -> Run:
-    """Train a model, or resume the run of this name. Prints what `sparsellm train` prints.
+    """Train a model, or resume the run named by `config.run.name`. Prints what `sparsellm train` prints.
 
-    Checks everything before it writes. SIGINT (Ctrl-C), SIGTERM and SIGHUP stop the run with a checkpoint; afterwards
-    the process has its own signal handlers again. Call it in the main thread, on all ranks that torchrun started. If
-    one of several ranks dies or hangs, the processes of the other ranks end with a message, as torchrun expects. A rank
-    that runs out of memory, if it is one of several, also ends its process with a message.
+    Checks everything before writing anything. SIGINT (Ctrl-C), SIGTERM and SIGHUP stop the run with a checkpoint;
+    afterwards the process's own signal handlers are restored. Call this function in the main thread, on all ranks
+    started by torchrun. If one of several ranks dies, hangs or runs out of memory, the processes of all ranks end with
+    a message, as torchrun expects.
 
     Args:
         config: The configuration.
 
     Raises:
-        ConfigError: With every mistake in the configuration. Nothing was written.
-        SparsellmError: The run cannot go on: damaged data or checkpoint, out of memory on a single rank, divergence.
-        OSError: A file cannot be written, mostly because the disk is full.
+        ConfigError: If the configuration has mistakes; lists every one. Nothing has been written.
+        SparsellmError: If the run cannot go on: damaged data or checkpoint, out of memory on a single rank, divergence.
+        OSError: If a file cannot be written, mostly because the disk is full.
     """
     whole, typed = _checked(config)
     found = [] if (mistake := rank_mistake()) is None else [mistake]
@@ -105,31 +105,31 @@ def train(config: keys.Config) -> Run:
 
 
 def prepare_data(config: keys.Config) -> Path:
-    """Tokenize the text that a run of `config` reads, and return the folder of the tokens.
+    """Tokenize the text that a run with `config` reads, and return the folder with the tokens.
 
-    Call it again to continue after an interruption. It does nothing if all tokens are there.
+    Call this function again to continue after an interruption. If all tokens exist already, nothing is done.
 
     Args:
-        config: The configuration of the run.
+        config: The run's configuration.
 
     Raises:
-        ConfigError: With every mistake in the configuration.
-        SparsellmError: The text or the tokenizer cannot be read.
-        OSError: A file cannot be written, mostly because the disk is full.
+        ConfigError: If the configuration has mistakes; lists every one.
+        SparsellmError: If the text or the tokenizer cannot be read.
+        OSError: If a file cannot be written, mostly because the disk is full.
     """
     whole, typed = _checked(config)
     if found := training.check_preparation(whole, typed):
         raise ConfigError(list(dict.fromkeys(found)))
     request = data.Request.of(whole)
     data.prepare(request)
-    if found := data.mistakes(request, whole.run):  # mistakes that training would refuse
+    if found := data.mistakes(request, whole.run):  # errors that training would report
         raise ConfigError(found)
     return whole.data.folder
 
 
 def _checked(config: keys.Config) -> tuple[keys.Config, list[str]]:
-    """A complete copy of `config` whose values have the right types, and the overrides from which it was composed.
-    Raises ConfigError."""
+    """A complete copy of `config` with values of the right types, and the overrides from which `config` was composed.
+    Raises ConfigError if values have wrong types."""
     if not isinstance(config, keys.Config):
         raise ConfigError([f"config is {config!r}: it should be a Config, for example Config.compose('{config}')"])
     typed = list(getattr(config, "overrides", ()))
@@ -140,7 +140,7 @@ def _checked(config: keys.Config) -> tuple[keys.Config, list[str]]:
 
 
 def _values(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every attribute of `config`, also one that is not a key, by group.key."""
+    """(group.key, value) for every attribute of `config`, including attributes that are not keys."""
     for name, value in vars(config).items():
         if is_dataclass(value):
             yield from _values(value, f"{prefix}{name}.")
@@ -158,14 +158,14 @@ def evaluate(checkpoint: str | Path, **settings: Any) -> dict[str, Any]:
         settings: The other keys of `sparsellm evaluate --help`, for example tasks=["piqa"], limit=20.
 
     Returns:
-        The contents of results.json, which EVALUATION.md describes.
+        The contents of results.json (described in docs/EVALUATION.md).
 
     Raises:
-        ConfigError: With every mistake in the settings. Nothing was written.
-        SparsellmError: The checkpoint cannot be evaluated.
-        OSError: A file cannot be written, mostly because the disk is full.
+        ConfigError: If the settings have mistakes; lists every one. Nothing has been written.
+        SparsellmError: If the checkpoint cannot be evaluated.
+        OSError: If a file cannot be written, mostly because the disk is full.
     """
     config = from_values({"checkpoint": checkpoint, **settings}, EvaluateConfig)
-    # Searching the requests and samples, millions of objects, for garbage would take a quarter of the time.
+    # Garbage collection over the requests and samples, millions of objects, would take a quarter of the time.
     with without_garbage_collection():
         return evaluate_checkpoint(config, record)

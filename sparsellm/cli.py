@@ -1,6 +1,6 @@
 """The command line: `sparsellm COMMAND ...`, or `python -m sparsellm.COMMAND ...`, alone or under torchrun.
 
-A command prints its first line, or the mistakes in its overrides, before importing torch, which takes seconds.
+A command prints its first line, or the error messages about its overrides, before importing torch, which takes seconds.
 """
 
 import difflib
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def run(command: str, arguments: list[str] | None = None, program: str | None = None) -> None:
-    """Run `command`, and exit with its exit code. `arguments`: None for sys.argv. `program`: the name in help texts."""
+    """Run `command`, and exit with its exit code. `arguments`: default sys.argv. `program`: its name in help texts."""
     arguments = sys.argv[1:] if arguments is None else arguments
     program = program or f"python -m sparsellm.{command}"
     if set(arguments) & set(HELP):
@@ -62,13 +62,13 @@ def run(command: str, arguments: list[str] | None = None, program: str | None = 
 
 
 def _show(text: str) -> NoReturn:
-    """Print `text`, the only result of the program, and exit."""
+    """Print `text`, the program's only result, and exit."""
     outlast(result=True)
     sys.exit(_written(lambda: print(text)) or 0)
 
 
 def _written(work: Callable[[], int | None]) -> int | None:
-    """The exit code of `work`, or of the error that its result cannot be written to standard output."""
+    """The exit code that `work()` returns; if its result cannot be written to standard output, the code for that."""
     try:
         code = work()
         sys.stdout.flush()
@@ -80,7 +80,7 @@ def _written(work: Callable[[], int | None]) -> int | None:
 
 
 def _interruptible(command: str, arguments: list[str], program: str) -> int:
-    """Run `command` and return its exit code, INTERRUPTED after a SIGINT that the command does not handle."""
+    """Run `command` and return its exit code, or INTERRUPTED after a SIGINT that the command does not handle."""
 
     def say() -> None:
         if int(os.environ.get("RANK", "0")) == 0:
@@ -99,7 +99,7 @@ def _interruptible(command: str, arguments: list[str], program: str) -> int:
         signal.default_int_handler(number, frame)
 
     def end_if_dropped(dropped: "sys.UnraisableHookArgs") -> None:
-        """End the process if Python drops a KeyboardInterrupt, as it drops all exceptions in finalizers."""
+        """End the process if Python drops a KeyboardInterrupt, as it does with all exceptions in finalizers."""
         if issubclass(dropped.exc_type, KeyboardInterrupt):
             end_at_once(signal.SIGINT, None)
         say_dropped(dropped)

@@ -1,4 +1,4 @@
-"""The style of every figure: number format, colours of layers, and files without dates."""
+"""The style shared by all figures: number formats, layer colours, and files without dates."""
 
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,7 +23,7 @@ STYLE: Any = {
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25, "grid.linewidth": 0.5,
     "axes.axisbelow": True, "pdf.fonttype": 42,
 }  # fmt: skip
-PANEL = (4.6, 3.1)  # inches, of a figure with one panel
+PANEL = (4.6, 3.1)  # width and height in inches of a figure with one panel
 BLUE, ORANGE, GREY = "#3b6ea8", "#d9822b", "0.45"
 # No dates or versions, so that the same numbers give the same bytes.
 METADATA = {"png": {"Software": None}, "pdf": {"CreationDate": None, "Producer": None, "Creator": None}}
@@ -35,7 +35,7 @@ def drawn(plots: Mapping[str, Callable[[], T]]) -> dict[str, T]:
     for name, plot in plots.items():
         try:
             found[name] = plot()
-        except Exception as error:  # matplotlib raises many kinds for values that it cannot draw
+        except Exception as error:  # matplotlib raises many kinds of exceptions for bad values
             warn(f"{name} cannot be drawn ({type(error).__name__}: {error}); its numbers are in the other files")
     return found
 
@@ -47,13 +47,12 @@ def saved(figure: Figure, kind: str = "png") -> bytes:
 
 
 def written(value: float) -> str:
-    """Format as 1,000 or 0.05, never as 10^3."""
+    """Format `value` as 1,000 or 0.05, never as 10^3."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:g}"
 
 
 def plain(axis: Axis) -> None:
-    """Label ticks as `written` does, also on a logarithmic axis, at 1, 2 and 5 of each decade if there are few
-    decades."""
+    """Label ticks as `written` does. On a logarithmic axis with few decades, label 1, 2 and 5 in each decade."""
     axis.set_major_formatter(FuncFormatter(lambda value, _: written(value)))
     if axis.get_scale() == "log":
         low, high = sorted(axis.get_view_interval())
@@ -70,12 +69,12 @@ def logarithmic_y(axes: Axes) -> None:
 
 
 def percent(axis: Axis) -> None:
-    """Format a fraction of 0.5 as 50%."""
+    """Label ticks as percentages: 0.5 as 50%."""
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{round(100 * value, 6):g}%"))
 
 
 def from_zero(axes: Axes, least: float = 0) -> None:
-    """Start the y axis at 0, with a top of at least `least`."""
+    """Make the y axis start at 0 and reach at least to `least`."""
     axes.set_ylim(0, max(axes.get_ylim()[1], least))
 
 
@@ -109,8 +108,8 @@ def legend_below(figure: Figure, handles: Iterable[Artist], labels: Iterable[str
 
 
 def chance_line(axes: Axes, level: float, label: str) -> None:
-    """Draw the accuracy of guessing as a dashed line behind the data, labelled to the right of the axes, where the
-    label hides nothing."""
+    """Draw the accuracy of guessing, `level`, as a dashed line behind the data. The label is to the right of the axes,
+    where it hides nothing."""
     axes.axhline(level, color=GREY, linestyle=(0, (4, 2)), linewidth=0.9, zorder=1)
     axes.annotate(
         f"{label}\n{level:.1%}", (1, level), xycoords=("axes fraction", "data"), xytext=(3, 0),
@@ -119,7 +118,8 @@ def chance_line(axes: Axes, level: float, label: str) -> None:
 
 
 def broken(axes: Axes, at: float) -> None:
-    """Mark an axis break: two slanted strokes at the fraction `at` of the x axis. Left of them there is no scale."""
+    """Mark an axis break: two slanted strokes at the fraction `at` of the x axis. There is no scale to
+    the left of the break."""
     gap = 0.008
     axes.plot([at - gap, at + gap], [0, 0], transform=axes.transAxes, color="white", linewidth=2.5, clip_on=False,
               zorder=10)  # fmt: skip

@@ -30,7 +30,7 @@ SKIP = 4.0
 
 
 def cells(layer: Layer, costs: Costs, tokens: int, training: bool) -> list[dict[str, Any]]:
-    """For every density: counts, seconds by engine, and each policy's choice."""
+    """One dict per density: counts, seconds by engine, and each policy's choice."""
     found = []
     size = tokens, layer.width, layer.neurons
     policies = {
@@ -67,7 +67,7 @@ def cells(layer: Layer, costs: Costs, tokens: int, training: bool) -> list[dict[
 
 
 def slower(cell: dict[str, Any], policy: str) -> float:
-    """How much slower the engine that `policy` chose is than the fastest, as a fraction."""
+    """How much slower than the fastest engine the engine chosen by `policy` is, as a fraction."""
     seconds = cell["seconds"]
     return seconds.get(cell[policy], SKIP * seconds["dense"]) / min(seconds.values()) - 1
 

@@ -34,7 +34,7 @@ NAMES = ("Ada", "Ben", "Clara", "David", "Emma", "Frank", "Grace", "Henry", "Iri
 
 
 def write_rows(data_dir: str, folder: Path) -> None:
-    """Write FOLDER/TASK/SPLIT.jsonl, `ROWS` of each task, from the rows of `data_dir`, which are .jsonl."""
+    """Write FOLDER/TASK/SPLIT.jsonl with ROWS[task] rows per task, made from the .jsonl rows in `data_dir`."""
     names = (" and ".join(names) for length in count(1) for names in product(NAMES, repeat=length))
     names = [next(names) for _ in range(100)]
     for task, number in ROWS.items():
@@ -48,7 +48,7 @@ def write_rows(data_dir: str, folder: Path) -> None:
 
 
 def define(rows: Path, folder: Path) -> list[str]:
-    """Write lm_eval definitions of tasks on `rows` to `folder`; returns their names."""
+    """Write to `folder` lm_eval definitions of the tasks, with the rows in `rows`. Returns the tasks' names."""
     folder.mkdir()
     for name, task in TASKS.items():
         stock = Path(lm_eval.tasks.__file__).parent / task.path
@@ -58,7 +58,7 @@ def define(rows: Path, folder: Path) -> list[str]:
 
 
 def timed(module: str, arguments: list[str], ranks: int) -> float:
-    """Seconds of `python -m MODULE ARGUMENTS` on `ranks` ranks. Exits with its output if it fails."""
+    """Seconds that `python -m MODULE ARGUMENTS` takes on `ranks` ranks. If the command fails, exits with its output."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
     start = time.perf_counter()
     done = subprocess.run(

@@ -43,11 +43,11 @@ from sparsellm.policy import Policy
 
 ERROR_TOKENS = 2048
 FORWARD_TOKENS, TRAINING_TOKENS, DECODE_TOKENS = (2048, 16_384, 131_072), (16_384,), (1, 4, 16, 64)
-DECODE_SETS, DECODE_CALLS = 8, 16  # weight sets; calls in one graph
+DECODE_SETS, DECODE_CALLS = 8, 16  # number of copies of the weights; calls in one CUDA graph
 DECODE_FROM = 16_384  # tokens of a pattern from which a decoding batch is drawn
 GATES = ("cuBLAS gate", "gate_pack")
 BUDGET_MS = 120  # measured time per variant, M and pattern
-L1_COEFFICIENT = 2e-5  # the trainer's default; dl1 is this over the number of tokens
+L1_COEFFICIENT = 2e-5  # the trainer's default; dl1 is the coefficient divided by the number of tokens
 Call = Callable[[int], object]  # call i uses copy i of the inputs, modulo the number of copies
 
 
@@ -75,7 +75,7 @@ def operator(gated: bool, plan: Tensor | None) -> Callable[..., FeedForwardOutpu
 
 
 def measure(args: argparse.Namespace, name: str, block: patterns.Block, tokens: int) -> dict:
-    """The measurements for one pattern and number of tokens, with a row per variant."""
+    """Measures one pattern at one number of tokens. Returns the results, with a row per variant."""
     x = spread(block.x, tokens) if args.decode else block.x[:tokens]
     weights = [block.w_gate, block.w_up, block.w_down] if args.gated else [block.w_gate, block.w_down]
     nnz, union = patterns.counts(x, block.w_gate)
@@ -95,7 +95,7 @@ def measure(args: argparse.Namespace, name: str, block: patterns.Block, tokens: 
 def forward_variants(
     x: Tensor, weights: list[Tensor], copies: int, decode: bool, nnz: int, union: int
 ) -> tuple[dict, str]:
-    """(the measurements of each variant of a forward pass, the engine that the policy chooses). `nnz` and `union` are
+    """Returns ({variant of a forward pass: measurements}, the engine that the policy chooses). `nnz` and `union` are
     used only if the engines that count nonzeros cannot run."""
     gated = len(weights) == 3
     sets = [[x, *weights]] + [[t.clone() for t in (x, *weights)] for _ in range(copies - 1)]
@@ -143,7 +143,7 @@ def forward_variants(
 
 
 def training_variants(x: Tensor, weights: list[Tensor], copies: int) -> tuple[dict, str]:
-    """(the measurements of each variant of forward and backward, the engine that the policy chooses)."""
+    """Returns ({variant of forward and backward: measurements}, the engine that the policy chooses)."""
     gated = len(weights) == 3
     dy = torch.randn(x.shape, device=x.device, generator=torch.Generator(x.device).manual_seed(0)).bfloat16()
     dl1 = torch.tensor(L1_COEFFICIENT / len(x), device=x.device)
@@ -170,7 +170,7 @@ def training_variants(x: Tensor, weights: list[Tensor], copies: int) -> tuple[di
         }
 
     found, engine = measured(times, details), Engine.dense
-    for _ in range(2):  # the decisions of a layer that starts dense, from its engines' counts
+    for _ in range(2):  # two decisions, starting from dense, each from the current engine's counts
         if not isinstance(times[engine.name], Exception):
             out = forwards[engine.name](*step.leaves)
             size = *x.shape, weights[-1].shape[1]
@@ -179,13 +179,13 @@ def training_variants(x: Tensor, weights: list[Tensor], copies: int) -> tuple[di
 
 
 def spread(x: Tensor, tokens: int) -> Tensor:
-    """`tokens` evenly spaced rows of x, each a third into its interval."""
+    """`tokens` evenly spaced rows of x: row a third of the way into each of `tokens` equal intervals."""
     return x[(3 * torch.arange(tokens, device=x.device) + 1) * len(x) // (3 * tokens)]
 
 
 def captured(calls: dict[str, Call]) -> tuple[dict[str, Call], dict[str, Exception]]:
-    """(each candidate as the replay of a CUDA graph of DECODE_CALLS calls, the errors of candidates that cannot be
-    captured)."""
+    """Returns ({candidate: function that replays a CUDA graph of DECODE_CALLS calls}, {candidate: error} for those that
+    cannot be captured)."""
     graphs, failed = {}, {}
     for name, call in calls.items():
         try:
@@ -215,7 +215,7 @@ def forward_backward(forward: Callable[..., Tensor | FeedForwardOutput], step: S
 
 
 def exact(step: Step) -> list[Tensor]:
-    """The results of `forward_backward` in float64; CHUNK tokens are computed at a time, for memory."""
+    """The results of `forward_backward` in float64, computed for CHUNK tokens at a time to save memory."""
     x, *weights = (t.detach() for t in step.leaves)
     weights = [w.double() for w in weights]
     w_gate, w_up, w_down = weights if len(weights) == 3 else [None, *weights]
@@ -233,7 +233,7 @@ def exact(step: Step) -> list[Tensor]:
 
 
 def saved_by(forward: Callable[..., Tensor | FeedForwardOutput], leaves: list[Tensor]) -> int:
-    """Bytes that forward saves for backward, without the leaves; a storage saved twice counts once."""
+    """Bytes that forward saves for backward, except the leaves. A storage that is saved twice counts once."""
     found = {}
 
     @torch.compiler.disable  # otherwise torch.compile would trace this hook as a part of a compiled forward
@@ -253,7 +253,7 @@ def error(found: Tensor, right: Tensor) -> float:
 
 
 def measured(times: dict[str, float | Exception], details: Callable[[str], dict]) -> dict[str, dict]:
-    """For each variant, its time and `details`, or its error under `failure` if the measurement failed."""
+    """{variant: its time and `details`}; for variants that failed, the error under `failure`."""
     found: dict[str, dict] = {}
     for name, ms in times.items():
         found[name] = {}
@@ -268,8 +268,8 @@ def measured(times: dict[str, float | Exception], details: Callable[[str], dict]
 
 
 def rows(variants: dict[str, dict], engine: str) -> list[dict]:
-    """A row per variant, including `auto`: measurements, ratio to the base, and errors divided by those of eager dense
-    PyTorch."""
+    """A row per variant, including `auto`: measurements, ratio to the baseline, and errors relative to those of eager
+    dense PyTorch."""
     dense = min((variants[name]["ms"] for name in BASES if "ms" in variants[name]), default=None)
     gate = variants.get("cuBLAS gate", {}).get("ms")
     eager_errors = variants["torch eager"].get("errors")
@@ -305,8 +305,8 @@ def show(result: dict) -> None:
 
 
 def summary(results: list[dict]) -> None:
-    """Print a line for each result. `worst error`: the largest error of its variants except dense PyTorch, relative to
-    that of eager dense PyTorch."""
+    """Print a line for each result. `worst error`: the largest error of any variant other than dense PyTorch, relative
+    to the error of eager dense PyTorch."""
     lines = []
     for result in results:
         by = {row["variant"]: row for row in result["variants"]}
@@ -349,7 +349,7 @@ def main() -> None:
     print(f"{harness.gpu()}, K {patterns.K}, N {patterns.N}, bfloat16")
     try:
         backend.load(args.kernels)
-    except Exception as error:  # variants that need the kernels will raise it again
+    except Exception as error:  # variants that need the kernels will report the error
         print(f"the kernels did not load: {error}")
 
     results, broken = [], []
@@ -364,7 +364,7 @@ def main() -> None:
                     show(results[-1])
             except patterns.MissingRecording as problem:
                 print(f"\n{name}: skipped: {problem}")
-            except Exception as error:  # print the other tables even if one fails
+            except Exception as error:  # if one measurement fails, still print the others
                 broken.append(name)
                 print(f"\n{name}: FAILED {type(error).__name__}: {error}", flush=True)
     if not results and not broken:

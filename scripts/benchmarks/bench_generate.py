@@ -49,13 +49,13 @@ from sparsellm.runs.locate import locate
 
 MODES = ("eager", "static", "ours")
 WARMUP = 2  # whole calls that are not timed
-Call = Callable[[int], object]  # generates this many new tokens per sequence
+Call = Callable[[int], object]  # takes the number of new tokens to generate per sequence
 
 
 class Case(NamedTuple):
     mode: str
     batch: int  # sequences
-    context: int  # tokens of each prompt
+    context: int  # tokens per prompt
 
 
 class Follow(LogitsProcessor):
@@ -70,7 +70,7 @@ class Follow(LogitsProcessor):
 
 
 def calls(case: Case, models: dict[str, Any], text: Tensor, temperature: float) -> dict[str, Call]:
-    """Maps each model's name to a function that generates from the first tokens of `text` [B, T + new]."""
+    """{model's name: function that generates from prompts, the first tokens of `text` [B, T + new]}"""
     prompts = text[:, : case.context]
     if case.mode == "ours":
         drawn, lists = Sampling(temperature), prompts.tolist()
@@ -90,7 +90,7 @@ def calls(case: Case, models: dict[str, Any], text: Tensor, temperature: float) 
 
 @contextmanager
 def cleared(models: dict[str, Any]) -> Iterator[None]:
-    """Clear everything that calls have compiled, captured and cached on exit."""
+    """Context manager that, on exit, clears everything compiled, captured and cached by calls."""
     try:
         yield
     finally:
@@ -107,7 +107,7 @@ def cleared(models: dict[str, Any]) -> Iterator[None]:
 
 
 def measure(works: dict[str, Call], batch: int, new: int, rounds: int, device: torch.device) -> dict[str, dict]:
-    """For each model's name, the `rate` of whole calls, "first_ms" and "each_ms": medians over alternating rounds."""
+    """{model's name: `rate` of whole calls, "first_ms" and "each_ms"}, medians over alternating rounds."""
     for call in works.values():
         for count in (*[new] * WARMUP, 1):
             call(count)
@@ -127,7 +127,7 @@ def measure(works: dict[str, Call], batch: int, new: int, rounds: int, device: t
 
 @torch.no_grad()
 def block_inputs(model: Any, text: Tensor) -> list[Tensor]:
-    """The input of each feedforward block for the last token of each sequence, [B, K]."""
+    """For each feedforward block, its input [B, K] for the last token of each sequence."""
     found: list[Tensor] = []
     hooks = [
         layer.mlp.register_forward_pre_hook(lambda _block, args: found.append(args[0][:, -1].clone()))
@@ -142,7 +142,7 @@ def block_inputs(model: Any, text: Tensor) -> list[Tensor]:
 @torch.no_grad()
 def must_read(model: Any, inputs: list[Tensor], positions: int, engines: Counter[str]) -> float:
     """Bytes to read for one further token per sequence, after `positions` positions. `engines`: number of layers per
-    engine; for layers on the row engine, only the rows of W_up and W_down of firing neurons count."""
+    engine. For layers on the row engine, only the rows of W_up and W_down that belong to firing neurons count."""
     embedding, layers = model.get_input_embeddings().weight, model.model.layers
     numbers = float(sum(p.numel() for p in model.parameters()))
     if not model.config.tie_word_embeddings:
@@ -157,7 +157,7 @@ def must_read(model: Any, inputs: list[Tensor], positions: int, engines: Counter
 
 
 def copy_speed(device: torch.device) -> float:
-    """Bytes per second that a large copy reads and writes."""
+    """Bytes per second, read plus written, in a large copy."""
     source, target = (torch.empty(1 << 30, dtype=torch.uint8, device=device) for _ in range(2))
     target.copy_(source)
     wait_for(device)
@@ -169,7 +169,7 @@ def copy_speed(device: torch.device) -> float:
 
 
 def engines_of(model: nn.Module, tokens: int) -> Counter[str]:
-    """The number of layers per chosen engine for calls of `tokens` tokens on the GPU."""
+    """{engine: number of layers that chose it} for calls with `tokens` tokens on the GPU."""
     x = torch.empty(tokens, 8, dtype=torch.bfloat16, device="cuda")
     choices = [block.choice for block in model.modules() if isinstance(block, SparseFeedForward)]
     return Counter(choice._plan(x)[0].engine.name for choice in choices)
@@ -178,8 +178,8 @@ def engines_of(model: nn.Module, tokens: int) -> Counter[str]:
 def run_case(
     case: Case, models: dict[str, Any], stock: Any, text: Tensor, rounds: int, temperature: float, speed: float | None
 ) -> list[dict[str, Any]]:
-    """Measure one case, print it, and return a row per model. stock: the dense transformers model. speed: the copy
-    bandwidth of this GPU in bytes/s; None on a CPU."""
+    """Measure one case, print the results, and return a row per model. `stock`: the dense transformers model. `speed`:
+    this GPU's copy bandwidth in bytes/s; None on a CPU."""
     device, new = text.device, text.shape[1] - case.context
     with cleared(models):
         measured = measure(calls(case, models, text, temperature), case.batch, new, rounds, device)

@@ -22,7 +22,7 @@ ROUNDS, UNTIMED = 5, 10
 
 
 def block(accelerate: Callable[[nn.Module], nn.Module]) -> nn.Module:
-    """The feedforward block of a model of one layer, the same weights each time."""
+    """The feedforward block of a one-layer model, after `accelerate`. The weights are the same in every call."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=2048, intermediate_size=5632, num_hidden_layers=1, num_attention_heads=32, vocab_size=512,
@@ -48,7 +48,7 @@ def main() -> None:
     for mode in (torch.no_grad, torch.inference_mode):
         for tokens in (1, 16, 64, 256, 4096):
             x = torch.randn(1, tokens, 2048, device="cuda", dtype=torch.bfloat16)
-            calls = 20 if tokens > 1000 else 200  # more would fill the queue and block the host
+            calls = 20 if tokens > 1000 else 200  # more calls would fill the queue and block the host
             with mode():
                 for each in blocks.values():
                     for _ in range(UNTIMED):

@@ -32,12 +32,12 @@ from sparsellm.data import Request, corpus, prepare, tokenizer
 
 SPAWN = multiprocessing.get_context("spawn")  # a forked process would lack its tokenizer's threads
 FILE_CHARACTERS = 50_000_000
-DOCUMENT_CHARACTERS = 4_800  # about 1,000 tokens, the mean length of a document of FineWeb-Edu
+DOCUMENT_CHARACTERS = 4_800  # about 1,000 tokens, the mean length of FineWeb-Edu's documents
 TARGETS = (10e9, 40e9)  # tokens
 
 
 def write_documents(texts: list[str], characters: int, folder: Path) -> None:
-    """Write parquet files of documents that repeat `texts`, with at least `characters` characters."""
+    """Write parquet files with documents that repeat `texts`, with at least `characters` characters in total."""
     folder.mkdir()
     joined = "\n\n".join(texts)
     texts = [joined[at : at + DOCUMENT_CHARACTERS] for at in range(0, len(joined), DOCUMENT_CHARACTERS)]
@@ -54,7 +54,8 @@ def write_documents(texts: list[str], characters: int, folder: Path) -> None:
 
 
 def tokenize(name: str, files: list[str], core: int, ready: Barrier, answers: Queue) -> None:
-    """One process: encode the texts of `files` on one core, batch by batch; answers (tokens, begin, end)."""
+    """The body of a worker process: encode the documents in `files` on one core, batch by batch, and put (tokens,
+    begin, end) into `answers`."""
     os.sched_setaffinity(0, [core])
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     vocabulary = tokenizer.load(name)
@@ -78,7 +79,7 @@ def prepare_on(cores: list[int], overrides: list[str], ready: Barrier, answers: 
 
 
 def rate(target: Callable[..., None], arguments: list[tuple]) -> float:
-    """Total tokens/s of processes that each run `target` with one tuple of `arguments`, all at the same time."""
+    """Total tokens/s of concurrent processes, each of which runs `target` with one tuple from `arguments`."""
     ready, answers = SPAWN.Barrier(len(arguments)), SPAWN.Queue()
     processes = [SPAWN.Process(target=target, args=(*each, ready, answers)) for each in arguments]
     for process in processes:

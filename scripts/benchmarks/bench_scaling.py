@@ -25,7 +25,7 @@ from scripts.benchmarks import harness
 from scripts.benchmarks.harness import cell
 from sparsellm.config import Shard
 
-BOTH_FIT = {"0p5b": 32, "1b": 16, "1p5b": 8, "2b": 4, "7b": 4}  # micro-batch of both sides, on 80 GB while dense
+BOTH_FIT = {"0p5b": 32, "1b": 16, "1p5b": 8, "2b": 4, "7b": 4}  # micro-batch that fits on 80 GB for both, when dense
 SHARDED = {"2b": (Shard.optimizer, Shard.full), "7b": (Shard.full,)}
 BATCH = 512  # sequences, over all GPUs
 
@@ -53,7 +53,7 @@ class Measurement(NamedTuple):
 
 
 def measurements(experiments: Sequence[str], gpus: int, firing: float) -> Iterator[Measurement]:
-    """The measurements to make, those on the most GPUs first."""
+    """The measurements to make, starting with those on the most GPUs."""
     sizes = [size for size in (8, 4, 2, 1) if size <= gpus]
     for size in sizes:
         for experiment in experiments:
@@ -65,7 +65,7 @@ def measurements(experiments: Sequence[str], gpus: int, firing: float) -> Iterat
 
 
 def rows(found: dict[Measurement, dict]) -> Iterator[dict[str, str]]:
-    """A row per variant and micro-batch of each measurement, with its speedup over one GPU."""
+    """A row per measurement, variant and micro-batch, with the speedup over one GPU."""
     speeds = {
         (measurement, run["variant"], run["micro_batch"]): run.get("tokens_per_s")
         for measurement, result in found.items()

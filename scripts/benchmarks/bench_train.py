@@ -59,7 +59,7 @@ def communication_share(trace: profile) -> float | None:
     kernels = [event for event in trace.events() if event.device_type == DeviceType.CUDA]
     if not kernels:
         return None
-    edges = []  # (time, change of NCCL's running kernels, change of others')
+    edges = []  # (time, change in the number of running NCCL kernels, change in the number of other kernels)
     for event in kernels:
         nccl = "nccl" in event.name.lower()
         edges += [(event.time_range.start, nccl, not nccl), (event.time_range.end, -nccl, -(not nccl))]
@@ -82,7 +82,7 @@ def measure(
 ) -> dict:
     """Build one trainer and measure its steps after a warm-up: seconds per step, memory, energy, counts, engines.
 
-    weights: the decoder's weights, instead of the trainer's initial ones. traced: trace one more step for NCCL's share.
+    `weights`: replace the trainer's initial weights. `traced`: whether to trace one more step for NCCL's share.
     """
     with prepared_trainer(config, ranks, opened, weights) as (trainer, batches):
         first = trainer.micro_batch.size
@@ -120,15 +120,15 @@ def measure(
         dist.all_reduce(counted)
         nonzeros, union, rest_calls = counted.tolist()
         result["nonzeros"], result["rest_calls"] = [count / tokens for count in nonzeros], int(sum(rest_calls))
-        if min(union) >= 0:  # the union was measured in all layers
+        if min(union) >= 0:  # every layer has measured its union
             result["union"] = [count * patterns.TOKEN_TILE / tokens for count in union]
     return result
 
 
 def measured(config: Config, ranks: Ranks, *args) -> dict | None:
-    """The result of `measure`, releasing the trainer's memory afterwards; None if the trainer ran out of memory.
+    """The result of `measure`, or None if the trainer ran out of memory. Releases the trainer's memory afterwards.
 
-    With several ranks it raises the trainer's exception instead, because others may wait for this rank.
+    With several ranks, raises the trainer's exception instead of returning None, because others may wait for this rank.
     """
     result = None
     try:
@@ -141,8 +141,8 @@ def measured(config: Config, ranks: Ranks, *args) -> dict | None:
 
 
 def freeze(configs: list[Config]) -> None:
-    """Change the configurations so that no step changes a weight. Raises ConfigError for options that would still
-    change weights, and for variants that cannot share weights."""
+    """Modify `configs` so that training steps change no weights. Raises ConfigError for options that would still change
+    weights, and for variants that cannot share weights."""
     first, found = configs[0], []
     for config in configs:
         if config.sparsity.reinit_dead_after_tokens is not None:
@@ -152,7 +152,7 @@ def freeze(configs: list[Config]) -> None:
             for group in ("model", "data", "training")
             if getattr(config, group) != getattr(first, group)
         ]
-        config.optimizer.learning_rate = 0.0  # after the checks, which refuse 0; also disables weight decay
+        config.optimizer.learning_rate = 0.0  # set after config validation, which refuses 0; also disables weight decay
     if found:
         raise ConfigError(list(dict.fromkeys(found)))
 
@@ -160,7 +160,7 @@ def freeze(configs: list[Config]) -> None:
 def shaped_weights(
     config: Config, ranks: Ranks, opened: data.Data, rates: np.ndarray, locality: float
 ) -> dict[str, Tensor]:
-    """A decoder's weights, on the CPU and equal on all ranks, that fire at `rates` on the first training sequences."""
+    """Decoder weights whose neurons fire at `rates` on the first training sequences; on the CPU, equal on all ranks."""
     length = config.training.sequence_length
     sequences, found = -(-shaped_models.CALIBRATION // length), []
     with closing(opened.batches(None)) as batches:
@@ -178,14 +178,14 @@ def shaped_weights(
 
 
 def states_between_steps(config: Config) -> float:
-    """Estimated bytes of weights and moments that a rank holds between steps."""
+    """Estimated bytes of weights and moments held by each rank between steps."""
     world_size = world_size_from_environment()
     sharing = ranks_that_share(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
     return 12 * parameters(config.model) / (1 if config.runtime.shard == Shard.none else sharing)
 
 
 def rows(runs: list[tuple[str, Config]], results: list[list[dict | None]], peak: float | None) -> list[dict]:
-    """A row per run. Ratios are to the first run with the same micro-batch."""
+    """A row per run. Ratios are relative to the first run with the same micro-batch."""
     found, bases = [], {}
     for (variant, config), rounds in zip(runs, results, strict=True):
         size = config.runtime.micro_batch_size

@@ -19,7 +19,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def gpu() -> str:
-    """The GPU's name and torch's version, the first line of a benchmark. Exits if there is no GPU."""
+    """A benchmark's first line: the GPU's name and torch's version. Exits if there is no GPU."""
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA GPU")
     return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
@@ -31,12 +31,12 @@ def cell(value: float | None, form: str) -> str:
 
 
 def listed(title: str, values: Sequence[float]) -> str:
-    """The mean over layers and the value of each layer, as text."""
+    """Formats the mean over layers and each layer's value."""
     return f"{title}: mean {sum(values) / len(values):,.1f}, by layer {' '.join(f'{value:.0f}' for value in values)}"
 
 
 def table(rows: Iterable[dict[str, str]]) -> None:
-    """Print rows under their keys, the first column left-aligned. Rows may lack columns."""
+    """Print `rows` as a table whose header is their keys, with the first column left-aligned. Rows may lack keys."""
     rows = list(rows)
     if not rows:
         return
@@ -48,7 +48,7 @@ def table(rows: Iterable[dict[str, str]]) -> None:
 
 
 def write(out: Path | None, found: Any) -> None:
-    """Write the --json file, if requested: `provenance()` and the results, a list of them under "results"."""
+    """Write `provenance()` and the results to the file given by --json, if any. A list is stored under "results"."""
     if out is not None:
         results = found if isinstance(found, dict) else {"results": found}
         out.write_text(json.dumps(provenance() | results, indent=1, default=str) + "\n")

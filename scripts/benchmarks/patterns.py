@@ -1,6 +1,6 @@
 """Feedforward inputs and weights whose neurons fire in a chosen pattern, for benchmarks and GPU tests.
 
-Letters: M tokens, K model width, N neurons. A `Block` holds x [M, K], w_gate, w_up [N, K], w_down [K, N], all bfloat16,
+Symbols: M tokens, K model width, N neurons. A `Block` holds x [M, K], w_gate, w_up [N, K], w_down [K, N], all bfloat16,
 and neuron n fires for token m if (x w_gate^T)[m, n] > 0. Sources:
 
     synthetic29 ... synthetic2800   `synthetic`: heavy-tailed tokens, lognormal neuron rates; the mean is in the name
@@ -8,8 +8,8 @@ and neuron n fires for token m if (x w_gate^T)[m, n] > 0. Sources:
     sparse, layer1, ...             `fit`: x and w_gate trained until their product fires as recorded, token by token
     layer4gate                      a recorded input with the recorded gate weight
 
-All patterns except the synthetic ones need a folder of recordings, the argument `activations`, which `python -m
-sparsellm.analyze checkpoint=PATH recordings=FOLDER` writes (format: sparsellm/analysis/recordings.py; the recording of
+All patterns except the synthetic ones need a folder of recordings, the argument `activations`, written by `python -m
+sparsellm.analyze checkpoint=PATH recordings=FOLDER` (format: sparsellm/analysis/recordings.py; the recording of
 a 0.5B model has layers 0 to 7). Recorded tokens are repeated up to the requested M.
 """
 
@@ -28,20 +28,20 @@ from sparsellm.analysis.recordings import GATE_WEIGHT, INPUT
 
 K, N = 2048, 5632
 TOKEN_TILE = 128
-CHUNK = 16_384  # tokens processed at a time, because float32 or boolean [M, N] of all would not fit
+CHUNK = 16_384  # tokens processed at a time, because a float32 or boolean [M, N] of all tokens would not fit
 
 SYNTHETIC = {f"synthetic{mean}": mean for mean in (29, 300, 900, 2800, N)}
-RECORDED = {"sparse": "", **{f"layer{i}": f"layer{i}_" for i in (1, 2, 4, 7)}}  # pattern: prefix of its arrays
-LAYERS = "firing_patterns*.npz"  # file of all recorded patterns except `sparse`
-SPARSE = "firing_pattern_sparse_l4.npz"  # `sparse`, one layer of a sparser model
+RECORDED = {"sparse": "", **{f"layer{i}": f"layer{i}_" for i in (1, 2, 4, 7)}}  # pattern -> prefix of its arrays' names
+LAYERS = "firing_patterns*.npz"  # file with all recorded patterns except `sparse`
+SPARSE = "firing_pattern_sparse_l4.npz"  # file with the pattern `sparse`, one layer of a sparser model
 RECORD = "`python -m sparsellm.analyze checkpoint=PATH recordings=DIR` writes recordings of a checkpoint"
 PATTERNS = (*SYNTHETIC, *RECORDED, "layer4gate")
 
 WEIGHT_STD = 0.02
 DEAD = 0.3  # fraction of synthetic neurons that never fire
-RATE_SIGMA = 1.5  # sigma of the lognormal rates of the other neurons
+RATE_SIGMA = 1.5  # sigma of the other neurons' lognormal rates
 RATE_CAP = 0.5  # the largest of these rates
-TOKEN_SIGMA = 0.3  # a token's z is scaled by exp(0.3 n)
+TOKEN_SIGMA = 0.3  # a token's z is scaled by exp(0.3 n) with a standard normal n (see `synthetic`)
 NEVER = 40.0  # threshold for neurons that never fire, in standard deviations of z
 
 
@@ -53,7 +53,7 @@ class Block:
     w_gate: Tensor
     w_up: Tensor
     w_down: Tensor
-    note: str = ""  # how well the layer fits the recorded pattern
+    note: str = ""  # how closely the layer reproduces the recorded pattern
 
 
 BASES = ("torch eager", "torch compiled")  # baselines: the same layer in dense PyTorch
@@ -66,7 +66,7 @@ def add_locality(parser: argparse.ArgumentParser) -> None:
 
 
 def add_activations(parser: argparse.ArgumentParser) -> None:
-    """Add the option --activations DIR to a parser; refuses a DIR without a recording."""
+    """Add the option --activations DIR to `parser`. The option refuses a DIR without a recording."""
 
     def folder(text: str) -> Path:
         try:
@@ -78,7 +78,7 @@ def add_activations(parser: argparse.ArgumentParser) -> None:
 
 
 class MissingRecording(ValueError):
-    """A pattern or rates need a recording that the folder lacks; the message says how to make one."""
+    """A pattern or rates need a recording that is not in the folder. The message says how to make one."""
 
 
 def layers_file(activations: Path) -> Path:
@@ -95,7 +95,7 @@ def _layers(arrays: np.lib.npyio.NpzFile) -> int:
 
 
 def _neurons(arrays: np.lib.npyio.NpzFile) -> int:
-    """N of the recorded model; 5,632 if the file does not say."""
+    """The recorded model's N; 5,632 if the file does not state it."""
     return int(arrays["neurons"]) if "neurons" in arrays else N
 
 
@@ -103,7 +103,7 @@ def build(name: str, tokens: int, device: str | torch.device, activations: Path 
     """Build the layer for pattern `name` (one of PATTERNS), with K=2048 and N=5632, on `device`. To run fewer tokens on
     the same layer, slice its x.
 
-    Raises MissingRecording.
+    Raises MissingRecording if the pattern needs a recording that is not in `activations`.
     """
     if name in SYNTHETIC:
         return synthetic(SYNTHETIC[name], tokens, K, N, device, seed)
@@ -136,14 +136,14 @@ def firing_chunks(x: Tensor, w_gate: Tensor) -> Iterator[Tensor]:
 
 
 def union_sum(firing: Tensor) -> int:
-    """The number of neurons that fire in each tile of 128 consecutive tokens, summed over tiles. firing: bool [M,
-    N]."""
+    """The number of neurons that fire in each tile of 128 consecutive tokens, summed over tiles. `firing`: bool
+    [M, N]."""
     padded = F.pad(firing, (0, 0, 0, -len(firing) % TOKEN_TILE))
     return int(padded.view(-1, TOKEN_TILE, firing.shape[1]).any(1).sum())
 
 
 def counts(x: Tensor, w_gate: Tensor) -> tuple[int, int]:
-    """(the number of nonzeros, `union_sum`) of relu(x w_gate^T)."""
+    """Returns (number of nonzeros, `union_sum`) for relu(x w_gate^T)."""
     each = [(int(firing.sum()), union_sum(firing)) for firing in firing_chunks(x, w_gate)]
     return sum(nnz for nnz, _ in each), sum(union for _, union in each)
 
@@ -152,7 +152,7 @@ def counts(x: Tensor, w_gate: Tensor) -> tuple[int, int]:
 
 
 def synthetic(mean: float, tokens: int, width: int, neurons: int, device: str | torch.device, seed: int = 0) -> Block:
-    """A block whose neurons fire `mean` times per token on average, at rates from `firing_rates`.
+    """A block in which `mean` neurons per token fire on average, at rates from `firing_rates`.
 
     e is a random unit vector. A token is x = z + sqrt(K) e, where z is normal and orthogonal to e, and scaled for each
     token by exp(0.3 n) with a normal n, which gives heavy tails. Row i of w_gate is w_i - (t_i / sqrt(K)) e, where w_i
@@ -218,7 +218,7 @@ def _thresholds(rates: np.ndarray) -> np.ndarray:
 
 
 def recorded(name: str, activations: Path | None, neurons: int = N) -> Tensor:
-    """bool [M, N], on the CPU: a RECORDED pattern. Raises MissingRecording."""
+    """A RECORDED pattern, bool [M, N], on the CPU. Raises MissingRecording if its recording is missing."""
     if activations is None:
         raise MissingRecording(f"pattern {name!r} is recorded, so it needs --activations DIR: {RECORD}")
     path, prefix = activations / SPARSE if name == "sparse" else layers_file(activations), RECORDED[name]
@@ -235,7 +235,7 @@ def recorded(name: str, activations: Path | None, neurons: int = N) -> Tensor:
 
 
 def recorded_gate(activations: Path | None) -> tuple[Tensor, Tensor]:
-    """x [M, K] and w_gate [N, K], bfloat16, of a recorded layer 4. Raises MissingRecording."""
+    """x [M, K] and w_gate [N, K], bfloat16, from a recorded layer 4. Raises MissingRecording if they are missing."""
     if activations is None:
         raise MissingRecording(f"pattern 'layer4gate' is recorded, so it needs --activations DIR: {RECORD}")
     found = []
@@ -254,9 +254,9 @@ def recorded_gate(activations: Path | None) -> tuple[Tensor, Tensor]:
 
 
 def recorded_rates(activations: Path) -> np.ndarray:
-    """float64 [L, N]: the fraction of tokens for which each neuron of the recorded model fired.
+    """float64 [L, N]: the fraction of tokens for which each neuron in the recorded model fired.
 
-    Raises MissingRecording.
+    Raises MissingRecording if `activations` holds no recording.
     """
     with np.load(layers_file(activations)) as arrays:
         return np.stack([
@@ -266,8 +266,8 @@ def recorded_rates(activations: Path) -> np.ndarray:
 
 
 def dense_firing(row_counts: np.ndarray, columns: np.ndarray, neurons: int) -> Tensor:
-    """bool [M, N] of a pattern in sparse form: `columns` holds the columns of row 0, then those of row 1, and so on;
-    row m has row_counts[m] of them."""
+    """Converts a pattern from sparse form to bool [M, N]. `columns` holds the columns of row 0, then those of row 1,
+    and so on; row m has row_counts[m] columns."""
     firing = torch.zeros((len(row_counts), neurons), dtype=torch.bool)
     rows = np.repeat(np.arange(len(row_counts)), row_counts)
     firing[torch.from_numpy(rows), torch.from_numpy(columns.astype(np.int64))] = True
@@ -275,20 +275,20 @@ def dense_firing(row_counts: np.ndarray, columns: np.ndarray, neurons: int) -> T
 
 
 def repeat(rows: Tensor, tokens: int) -> Tensor:
-    """`tokens` rows: `rows` repeated in order."""
+    """`tokens` rows, made by repeating `rows` in order."""
     return rows[torch.arange(tokens, device=rows.device) % len(rows)]
 
 
 class Fitted(NamedTuple):
     """The result of `fit`."""
 
-    x: Tensor  # bfloat16 [M, K], rows of RMS 1
-    w_gate: Tensor  # bfloat16 [N, K], of RMS 0.02
+    x: Tensor  # bfloat16 [M, K], each row with RMS 1
+    w_gate: Tensor  # bfloat16 [N, K], with RMS 0.02
     mismatches: int  # entries that differ from the pattern
     steps: int
 
 
-FIT_MARGIN = 0.3  # z is trained to exceed this where a neuron fires, and to be below its negative elsewhere
+FIT_MARGIN = 0.3  # z is trained to be above FIT_MARGIN where a neuron fires, and below -FIT_MARGIN elsewhere
 FIT_RATES = (5e-3, 1e-3)  # Adam's learning rates for x and w_gate
 FIT_BALANCE = 10.0  # loss weight where a neuron fires; such entries are 50 to 300 times rarer
 FIT_CHECK = 50  # steps between checks of the mismatches

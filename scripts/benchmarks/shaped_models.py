@@ -1,10 +1,10 @@
 """Whole decoders with random weights whose neurons fire at chosen rates.
 
-Rates: layer l of L uses those of layer floor(R l / L) of R recorded layers. Without a recording, rates are lognormal
-(patterns.py). With a mean, all rates are scaled by one factor.
+Rates: layer l of L uses the rates of recorded layer floor(R l / L), with R recorded layers. Without a recording, rates
+are lognormal (patterns.py). With a mean, all rates are scaled by one factor.
 
 Weights: a token's embedding is the sum of a constant direction, an individual vector of heavy-tailed length, and, for a
-locality above 0, a vector shared by a cluster of the vocabulary (`shape_embedding`). Random texts stay inside one
+locality above 0, a vector shared by a cluster of the vocabulary (`shape_embedding`). Random text stays inside one
 cluster for 48 tokens (`random_text`). Then, in one calibrating forward pass, each gate row becomes w_i - t_i e, where e
 is the mean direction of the layer's input, and t_i the quantile at which neuron i fires at its rate (`shape_to_rates`).
 
@@ -12,7 +12,7 @@ Tokens share fewer neurons than in a trained model, so the union of 128 tokens i
 the recorded rates, the union was 1.20 times the recorded one on real text; on random text it was 1.20, 1.05 and 0.88
 times the recorded one for a locality of 0.3, 0.5 and 0.7 (K 256, N 1,408, every second recorded layer).
 
-Letters: L layers, K model width, N neurons, M tokens, V vocabulary.
+Symbols: L layers, K model width, N neurons, M tokens, V vocabulary.
 """
 
 import itertools
@@ -28,18 +28,18 @@ from sparsellm.config import Config
 from sparsellm.distributed.groups import Ranks
 from sparsellm.model import Decoder
 
-CALIBRATION = 16_384  # tokens of the calibrating forward pass, as many as a recording has
-CLUSTERS = 64  # clusters of the vocabulary; few, so that each occurs often during calibration
-CLUSTER_RUN = 48  # consecutive tokens of a random text from one cluster
+CALIBRATION = 16_384  # tokens in the calibrating forward pass, as many as in a recording
+CLUSTERS = 64  # clusters in the vocabulary; few, so that each cluster occurs often during calibration
+CLUSTER_RUN = 48  # number of consecutive tokens from one cluster in random text
 DEFAULT_MEAN = 36.0  # nonzeros per token without a recording
 
 
 def layer_rates(layers: int, neurons: int, activations: Path | None, mean: float | None) -> np.ndarray:
     """float64 [L, N]: how often each neuron should fire.
 
-    mean: nonzeros per token, averaged over layers; None leaves the rates as recorded. A model with another N than the
-    recorded one uses quantiles of the recorded rates. Raises ValueError for a mean that the rates cannot be scaled to,
-    and for a folder without a recording.
+    `mean`: nonzeros per token, averaged over layers; None leaves the rates as recorded. If the model's N differs from
+    the recorded one, quantiles of the recorded rates are used. Raises ValueError if the rates cannot be scaled to
+    `mean`, or the folder `activations` has no recording.
     """
     if mean is not None and not mean > 0:
         raise ValueError(f"the mean is {mean:g} nonzeros per token: it should be above 0")
@@ -75,7 +75,7 @@ def random_text(sequences: int, length: int, vocabulary: int, device: str, local
 
 
 class ClusteredTokens:
-    """`random_text` instead of a run's tokens (sparsellm.data.Data); all steps and ranks have different texts."""
+    """Replaces a run's data (sparsellm.data.Data) with `random_text`, different for every step and rank."""
 
     def __init__(self, config: Config, ranks: Ranks, locality: float) -> None:
         self.size = config.training.batch_size // ranks.world_size, config.training.sequence_length + 1
@@ -105,7 +105,7 @@ def shape_to_rates(decoder: Decoder, tokens: Tensor, rates: np.ndarray) -> None:
     """Shift each layer's gate weight, layer by layer in one forward pass over `tokens`, so that neurons fire at
     `rates`.
 
-    tokens int64 [B, T]; rates float64 [L, N]. The arithmetic is float32, under autocast too.
+    `tokens`: int64 [B, T]; `rates`: float64 [L, N]. The shift is computed in float32, even under autocast.
     """
 
     def calibrate(weight: Tensor, wanted: Tensor):
@@ -119,8 +119,8 @@ def shape_to_rates(decoder: Decoder, tokens: Tensor, rates: np.ndarray) -> None:
         e = nn.functional.normalize(x.mean(0), dim=0)
         w = w - torch.outer(w @ e, e)
         along = (x @ e).clamp_(min=1e-3)
-        # A neuron fires for a token if w x > t e x, that is if (w x) / (e x) > t. So t lies between the ratios of the
-        # last token that should fire and the first that should not.
+        # A neuron fires for a token if w x > t e x, that is if (w x) / (e x) > t. So t must lie between the ratio
+        # of the last token that should fire the neuron and the ratio of the first token that should not.
         ratio = ((x @ w.T) / along[:, None]).T.sort(dim=1, descending=True).values
         count = (wanted * len(x)).round().long().clamp_(max=len(x) - 1)
         above = ratio.gather(1, (count - 1).clamp_(min=0)[:, None])[:, 0]
@@ -141,7 +141,7 @@ def shape_to_rates(decoder: Decoder, tokens: Tensor, rates: np.ndarray) -> None:
 
 @torch.no_grad()
 def firing_statistics(decoder: Decoder, tokens: Tensor) -> tuple[list[float], list[float]]:
-    """(nonzeros per token, union of 128 consecutive tokens) of each layer, as two lists."""
+    """Returns two lists with one entry per layer: nonzeros per token, and the union over 128 consecutive tokens."""
     found = []
 
     def count(mlp: nn.Module, args: tuple) -> None:
@@ -156,26 +156,26 @@ def firing_statistics(decoder: Decoder, tokens: Tensor) -> tuple[list[float], li
 
 
 def gate(mlp: nn.Module) -> Tensor:
-    """The weight [N, K] that decides what fires: the gate's, or W_up of a non-gated block."""
+    """The weight [N, K] that decides which neurons fire: the gate's, or W_up in a non-gated block."""
     return (mlp.gate_proj if hasattr(mlp, "gate_proj") else mlp.up_proj).weight
 
 
 @torch.no_grad()
 def shaped_decoder(config: Config, tokens: Tensor, rates: np.ndarray, locality: float) -> Decoder:
-    """A Decoder of `config`, float32, on the device of tokens int64 [B, T], whose neurons fire at `rates` on them.
+    """A float32 Decoder with `config` whose neurons fire at `rates` on `tokens` int64 [B, T], on the tokens' device.
 
-    The calibrating pass runs in the precision of the caller's autocast.
+    The calibrating pass runs in the precision set by the caller's autocast.
     """
     torch.manual_seed(config.training.seed)
     with tokens.device:
         decoder = Decoder(config.model, config.sparsity.activation)
     shape_embedding(decoder.embed_tokens.weight, locality)
-    # As early in training, layers should add little to the residual stream compared with the embedding.
+    # Layers should add little to the residual stream compared with the embedding, as they do early in training.
     std = config.model.init_std / (2 * len(decoder.layers)) ** 0.5
     for layer in decoder.layers:
         for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
             projection.weight.normal_(0, std)
-    if config.model.tie_embeddings:  # the embedding's entries are of order 1, and logits should be, too
+    if config.model.tie_embeddings:  # the embedding's entries are of order 1; logits should be, too
         decoder.norm.weight.fill_(config.model.hidden_size**-0.5)
     shape_to_rates(decoder, tokens, rates)
     return decoder

@@ -19,12 +19,12 @@
 
 set -euo pipefail
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-# Seconds that torchrun gives ranks to save after a signal; 30 before torch 2.13.
+# Seconds that torchrun gives ranks to save after a signal; before torch 2.13 always 30.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120}"
 port=$((20000 + SLURM_JOB_ID % 10000)) # a different port for each job, because jobs may share a node
 
 # One torchrun on each node, which starts a rank on each GPU. If a rank fails, all ranks are restarted.
-# srun (of SLURM 22.05 and later) does not take the CPUs of a task from the lines above.
+# srun (SLURM 22.05 and later) does not take a task's number of CPUs from the lines above.
 exec srun --cpus-per-task="$SLURM_CPUS_PER_TASK" python -m torch.distributed.run \
     --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="$SLURM_GPUS_ON_NODE" --max-restarts=3 \
     --rdzv-backend=c10d --rdzv-endpoint="$first:$port" --rdzv-id="$SLURM_JOB_ID" \

@@ -1,1 +1,1 @@
-"""One file per command, with `main(arguments, program)`; sparsellm/cli.py imports it after printing a first line."""
+"""One module per command, with `main(arguments, program)`. sparsellm/cli.py imports it after printing a first line."""

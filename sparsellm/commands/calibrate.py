@@ -55,7 +55,8 @@ def main(config: CalibrateConfig) -> int:
 
 
 def layer_of(name: str) -> tuple[int, int]:
-    """(K, N) of a choice of the group `model`, or of a text like 2048x5632. Raises ConfigError."""
+    """(K, N) for `name`, a choice of the group `model` or KxN like 2048x5632. Raises ConfigError if `name` is neither,
+    or the engines do not support the size."""
     if typed := LAYER.fullmatch(name):
         width, neurons = int(typed[1]), int(typed[2])
     else:

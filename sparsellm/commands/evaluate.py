@@ -31,7 +31,7 @@ def main(config: EvaluateConfig) -> int:
     try:
         if config.export is not None:
             return export(config.tasks or list(tasks.TASKS), Path(config.export).expanduser())
-        # Searching the requests and samples, millions of objects, for garbage would take a quarter of the time.
+        # Garbage collection over the requests and samples, millions of objects, would take a quarter of the time.
         with without_garbage_collection():
             found = evaluate_checkpoint(config, record, partial(show, config.tasks or list(tasks.TASKS)))
     except MainRankFailed:
@@ -40,7 +40,7 @@ def main(config: EvaluateConfig) -> int:
         print("\nsparsellm: stopped; run the same command to continue with the unfinished tasks", file=sys.stderr)
         return 128 + signal.SIGINT
     except BrokenPipeError:
-        raise  # standard output was closed, as with `| head`: cli.py handles this
+        raise  # standard output was closed, as with `| head`; handled in cli.py
     except OSError as error:  # mostly a full disk
         warn(str(error))
         return 1
@@ -48,7 +48,7 @@ def main(config: EvaluateConfig) -> int:
 
 
 def export(names: list[str], folder: Path) -> int:
-    """Write the rows of the hub that score each task, in the layout of data_dir. Returns 1 if a task has no rows."""
+    """Write each task's rows from the hub to `folder`, in the layout of data_dir. Returns 1 if a task has no rows."""
     failed = 0
     with hub.offline(not hub.answers(f"the rows of {', '.join(names)}")):
         for name in names:

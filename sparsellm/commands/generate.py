@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # deferred: these imports take seconds
 
     from sparsellm.inference.generation import Generator, Sampling
 
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what an incomplete sequence of byte tokens is decoded to
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # the result of decoding an incomplete sequence of byte tokens
 
 
 @entry_point("generate", lambda config, _typed: generate_mistakes(config) + not_found(config.checkpoint))
@@ -38,7 +38,7 @@ def main(config: GenerateConfig) -> int:
     checkpoint = locate(config.checkpoint)
     try:
         prompts: list[str] = _lines() if config.prompt is None else [config.prompt]
-        "".join(prompts).encode()  # raises if the text contains bytes that are not UTF-8, as surrogates
+        "".join(prompts).encode()  # raises if bytes that are not UTF-8 were decoded to surrogates
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
         where = "standard input" if config.prompt is None else "prompt"
         warn(f"{where} is not UTF-8 ({error.reason}): convert it, for example with iconv")
@@ -65,7 +65,7 @@ def main(config: GenerateConfig) -> int:
 
 
 def _lines() -> list[str]:
-    """The non-empty lines of standard input; [] if it is closed."""
+    """The non-empty lines from standard input; [] if standard input is closed."""
     if sys.stdin is None:
         return []
     if sys.stdin.isatty():
@@ -82,7 +82,7 @@ def _load(checkpoint: Checkpoint, device: str, dtype: "torch.dtype | None", kern
     with hub.offline(checkpoint.folder is not None or not hub.answers(f"checkpoint={checkpoint}")):
         checkpoint.identity()
         obstacle = precision.obstacle(kernels, device)
-        on_cpu = device == "cpu" and kernels == Kernels.auto  # the line of `computation` says so
+        on_cpu = device == "cpu" and kernels == Kernels.auto  # the line from `computation` says so
         generator = Generator.load(checkpoint.model, device, dtype, kernels=None if on_cpu else kernels.name)
     why = precision.default_on(device) if dtype is None else f"dtype={precision.dtype_name(dtype)}"
     if obstacle is None and not is_accelerated(generator.decoder):
@@ -92,9 +92,9 @@ def _load(checkpoint: Checkpoint, device: str, dtype: "torch.dtype | None", kern
 
 
 def _write_one(generator: "Generator", prompts: list[str], new_tokens: int, sampling: "Sampling", seed: int) -> None:
-    """Write the prompt and stream its continuation."""
+    """Write the prompt and stream the continuation."""
     prompt, ids = generator.tokenizer(prompts[0]).input_ids, list[int]()
-    shown, times = 0, [time.perf_counter()]  # characters; the start, and when each token came
+    shown, times = 0, [time.perf_counter()]  # characters written; times of the start and of each token
     stream = generator.stream([prompt], new_tokens, sampling, seed)
     print(prompts[0], end="", flush=True)
     for (token,) in stream:
@@ -104,20 +104,20 @@ def _write_one(generator: "Generator", prompts: list[str], new_tokens: int, samp
         ids.append(token)
         text = generator.continuation(prompt, ids).rstrip(UNFINISHED)
         print(text[shown:], end="", flush=True)
-        shown = max(shown, len(text))  # with byte tokens, the text may get shorter until a character is complete
+        shown = max(shown, len(text))  # byte tokens may shorten `text` until a character is complete
     print(generator.continuation(prompt, ids)[shown:], flush=True)
     told = (
         f"sparsellm: prompt of {quantity(len(prompt), 'token')} in {times[1] - times[0]:.2f} s (setup included), then"
     )
     told += f" {quantity(len(ids), 'token')}"
     if len(times) > 2:
-        # The median leaves out the steps in which kernels are loaded and CUDA graphs are captured.
+        # The median ignores the steps in which kernels are loaded and CUDA graphs are captured.
         seconds = median(after - before for before, after in pairwise(times[1:]))
         told += f" at {1e3 * seconds:.2f} ms per token (median), {1 / seconds:,.0f} tokens/s"
     print(told, file=sys.stderr)
 
 
 def _write_all(generator: "Generator", prompts: list[str], new_tokens: int, sampling: "Sampling", seed: int) -> None:
-    """Write a line of JSON per prompt, once all are done."""
+    """Write one line of JSON per prompt, once all continuations are complete."""
     for prompt, text in zip(prompts, generator.text(prompts, new_tokens, sampling, seed), strict=True):
         print(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False), flush=True)

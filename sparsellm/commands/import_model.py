@@ -57,13 +57,14 @@ def main(config: ImportConfig) -> int:
 
 
 def _partial(output: Path) -> Path:
-    """The temporary folder in which `output` is written before it is renamed."""
+    """The temporary folder that is written first, and then renamed to `output`."""
     return output.with_name(f"{output.name}.partial")
 
 
 def _write(model: Any, tokenizer: Any, source: Path, output: Path) -> None:
-    """Write the stock model and the tokenizer of the folder `source` to `output`, atomically. Raises OSError, and
-    BrokenModel if transformers would load another class than that of `tokenizer` next to the stock config.json."""
+    """Write the stock `model`, and the tokenizer from the folder `source`, to `output` atomically. Raises OSError if
+    `output` cannot be written, and BrokenModel if, next to the stock config.json, transformers would load a tokenizer
+    of another class than `tokenizer`."""
     from sparsellm.hf import pretrained
 
     partial = _partial(output)

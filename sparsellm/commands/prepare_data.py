@@ -29,7 +29,7 @@ def main(config: Config) -> int:
         raise
     except DataError as error:
         raise ConfigError([str(error)]) from error
-    if found := mistakes(request, config.run):  # mistakes that training would refuse
+    if found := mistakes(request, config.run):  # errors that training would report
         raise ConfigError(found)
     print(_summary(manifest, request))
     return 0

@@ -24,7 +24,7 @@ from sparsellm.system.console import quantity, warn
 from sparsellm.system.errors import SparsellmError, listed
 
 CARD = "README.md"
-CARD_LINES = 14  # lines of the model card that are shown
+CARD_LINES = 14  # number of lines shown from the model card
 NAMED = 6  # maximum number of files listed in a message
 HUBS_OWN = ".gitattributes"  # the hub adds this file to every repository
 
@@ -49,7 +49,7 @@ def main(config: PushConfig) -> int:
     try:
         if not config.dry_run:
             _need_hub()
-        # The hub's library sees only a folder of links to the files to upload.
+        # huggingface_hub gets a folder that contains only links to the files to upload.
         with tempfile.TemporaryDirectory(prefix="sparsellm-push-") as name:
             folder = Path(name)
             (folder / CARD).write_text(_card(Path(checkpoint.model), config.license), encoding="utf-8")
@@ -62,7 +62,7 @@ def main(config: PushConfig) -> int:
             if config.dry_run:
                 print("dry_run=true: nothing was uploaded")
             else:
-                # The title of the commit names the run and the step, but no local folders.
+                # The commit's title names the run and the step, but no local folders.
                 run = "" if checkpoint.run is None else f" {checkpoint.run.resolve().name}, step {checkpoint.step:,}"
                 print(f"sent: {_send(config, folder, f'sparsellm push{run}')}")
     except (CheckpointNotFound, pretrained.BrokenModel, NotSent, OSError) as error:
@@ -72,7 +72,7 @@ def main(config: PushConfig) -> int:
 
 
 def _scores(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
-    """The scores that `evaluate` left for these weights, on all rows of each task."""
+    """The scores that `evaluate` wrote for exactly these weights, over all rows of each task; {} if there are none."""
     try:
         found = json.loads(regular.content(checkpoint.output(EVALUATION) / RESULTS))
         return found["tasks"] if found["identity"] == checkpoint.identity() else {}
@@ -81,7 +81,7 @@ def _scores(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
 
 
 def _need_hub() -> None:
-    """Raise NotSent if there is no token or the hub does not answer, before gigabytes are read."""
+    """Raise NotSent if there is no hub token or the hub does not answer. Called before gigabytes are read."""
     from huggingface_hub import get_token
 
     if get_token() is None:
@@ -97,8 +97,8 @@ def _need_hub() -> None:
 
 
 def _files(checkpoint: Checkpoint) -> list[Path]:
-    """The files to upload except the model card: verified, without symbolic links. Raises NotSent, CheckpointNotFound
-    (a wrong checksum), and BrokenModel (transformers cannot load the model)."""
+    """The files to upload except the model card, after verification. Raises NotSent if there are symbolic links or the
+    model needs import_model, CheckpointNotFound if a checksum is wrong, and BrokenModel if the model does not load."""
     folder = Path(checkpoint.model)
     if links := sorted(path.name for path in folder.iterdir() if path.is_symlink()):
         raise NotSent(
@@ -125,7 +125,7 @@ def _files(checkpoint: Checkpoint) -> list[Path]:
 
 
 def _card(folder: Path, licence: str | None) -> str:
-    """The model card to upload, which names a licence. Raises NotSent."""
+    """The model card to upload, with a licence. Raises NotSent if there is no readable card, or no single licence."""
     path = folder / CARD
     if not path.is_file():
         raise NotSent(f"{path} is missing: write a model card in a copy of the folder, and push the copy")
@@ -146,7 +146,7 @@ def _card(folder: Path, licence: str | None) -> str:
 
 
 def _listing(config: PushConfig, checkpoint: Checkpoint, folder: Path) -> str:
-    """The destination of the upload, the files of `folder` with their sizes, and the start of the model card."""
+    """The upload's destination, the files in `folder` with their sizes, and the first lines of the model card."""
     from huggingface_hub import constants
 
     sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
@@ -164,7 +164,7 @@ def _listing(config: PushConfig, checkpoint: Checkpoint, folder: Path) -> str:
 
 
 def _send(config: PushConfig, folder: Path, title: str) -> str:
-    """Upload `folder` and return the URL of the commit. Raises NotSent."""
+    """Upload `folder` and return the commit's URL. Raises NotSent if the upload fails or is incomplete."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HTTPError
 
@@ -176,7 +176,7 @@ def _send(config: PushConfig, folder: Path, title: str) -> str:
             delete_patterns="*" if replace else None, commit_message=title,
         )  # fmt: skip
         return sent.commit_url
-    except (HTTPError, OSError, RuntimeError, ValueError) as error:  # from the hub, its library, or the uploader
+    except (HTTPError, OSError, RuntimeError, ValueError) as error:  # from the hub, or from huggingface_hub
         status = getattr(getattr(error, "response", None), "status_code", None)
         remedy = "run the same command to try again"
         if status in (401, 403):
@@ -189,8 +189,9 @@ def _send(config: PushConfig, folder: Path, title: str) -> str:
 
 
 def _branch(api: Any, config: PushConfig, folder: Path) -> tuple[str | None, bool]:
-    """Create the repository and branch if needed. Returns the last commit of an existing branch, which the upload must
-    not find changed, and whether to remove the branch's files. Raises NotSent."""
+    """Create the repository and branch if needed. Returns the last commit of an existing branch, on which the upload
+    must be based, and whether to remove the branch's files. Raises NotSent if the repository has another visibility
+    than requested, or the branch has other files and `overwrite` is false."""
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
     repo = str(config.repo)

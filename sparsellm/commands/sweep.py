@@ -26,7 +26,7 @@ from sparsellm.sweep.progress import Progress
 from sparsellm.system.console import quantity, warn
 from sparsellm.system.files import write_whole
 
-POLL = 0.1  # seconds between checks of the running commands and of signals
+POLL = 0.1  # seconds between checks for finished commands and signals
 
 
 def main(arguments: list[str], program: str) -> int:
@@ -106,7 +106,8 @@ def title(sweep: Sweep, number: int) -> str:
 
 
 def do(sweep: Sweep, point: Point, launcher: Launcher, environment: dict[str, str]) -> Work[str | None]:
-    """Train and evaluate one point as far as needed. Returns the failure, or None on success or after a signal."""
+    """Train and evaluate one point, unless already done. Returns an error message, or None on success or after a
+    signal."""
     log = sweep.log(point)
     if point.is_finished():
         run_folder.tidy(point.folder)
@@ -116,7 +117,7 @@ def do(sweep: Sweep, point: Point, launcher: Launcher, environment: dict[str, st
         steps = [] if point.is_finished() else [("training", commands.train(sweep, point))]
         if sweep.options.evaluate and not sweep.is_evaluated(point):
             steps.append(("evaluation", commands.evaluate(sweep, point)))
-        # The results of a benchmark are in the checkpoint's folder, so before the run is finished there are none.
+        # A benchmark's results are in the folder of the final checkpoint, so an unfinished run has none.
         if sweep.options.benchmark and not (point.is_finished() and sweep.benchmark(point).exists()):
             steps.append(("benchmark", commands.benchmark(point)))
         for step, command in steps:

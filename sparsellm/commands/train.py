@@ -17,7 +17,8 @@ from sparsellm.training.run import Run, check, of_rank, run
 
 
 def exit_code(work: Callable[[], Run]) -> int:
-    """The exit code of the run that `work` trains. Reports its errors, but not a refused configuration."""
+    """Call `work`, which trains a run, and return the command's exit code. Reports the run's errors; a refused
+    configuration is raised."""
     try:
         done = work()
     except MainRankFailed:
@@ -27,7 +28,7 @@ def exit_code(work: Callable[[], Run]) -> int:
         return 1
     except (ConfigError, RanksMissing):
         raise
-    except SparsellmError as error:  # on all ranks
+    except SparsellmError as error:  # raised on all ranks
         if is_main_rank():
             warn(str(error))
         return 1

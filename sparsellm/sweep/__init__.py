@@ -1,1 +1,1 @@
-"""Sweeps over configurations: expanding the runs, running them, and their table and figure."""
+"""Sweeps over configurations: expands a command line into runs, runs them, and writes a table and a figure."""

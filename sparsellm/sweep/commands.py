@@ -1,4 +1,4 @@
-"""The commands of a sweep: as argument lists, as shell text, and as a SLURM script."""
+"""A sweep's commands: as argument lists, as shell lines, and as a SLURM script."""
 
 import shlex
 import sys
@@ -8,7 +8,7 @@ from sparsellm.config import quoted, wandb_variables
 from sparsellm.sweep.plan import Point, Sweep
 
 GROUP = "logging.wandb_group"
-SAVING = 180  # seconds before the time limit at which SLURM signals, so that a run can save
+SAVING = 180  # how many seconds before the time limit SLURM sends its signal, so that a run can save
 
 
 def train(sweep: Sweep, point: Point) -> list[str]:
@@ -23,12 +23,12 @@ def evaluate(sweep: Sweep, point: Point) -> list[str]:
 
 
 def benchmark(point: Point) -> list[str]:
-    """One process, regardless of the runs' number of processes."""
+    """The command that benchmarks a point: one process, however many processes trained the run."""
     return [sys.executable, "-m", "sparsellm.benchmark", f"checkpoint={quoted(str(point.checkpoint))}"]
 
 
 def text(sweep: Sweep, arguments: list[str]) -> str:
-    """One shell line per run, and a comment with the command that then writes the table."""
+    """One shell line per run, and a comment with the command that writes the table once the runs are done."""
     lines = []
     for point in sweep.points:
         each = [train(sweep, point)]
@@ -39,7 +39,7 @@ def text(sweep: Sweep, arguments: list[str]) -> str:
 
 
 def slurm_script(sweep: Sweep, arguments: list[str]) -> str:
-    """A SLURM array script. Each task runs one point of the sweep of `arguments` and then rewrites the table.
+    """A SLURM array script. Each task runs one point of the sweep given by `arguments`, then rewrites the table.
 
     `exec` replaces the shell, so that the sweep alone gets SLURM's signal and forwards it once.
     """

@@ -26,10 +26,10 @@ from sparsellm.figures import (
 from sparsellm.sweep.plan import COEFFICIENT, Point, Sweep
 from sparsellm.sweep.table import COMPLETE, Row, distinct
 
-WIDTH, ROW_HEIGHT = 6.75, 2.3  # inches; the width is that of a paper's text
+WIDTH, ROW_HEIGHT = 6.75, 2.3  # inches; the text width of a paper
 SMALL = {"font.size": 8, "axes.titlesize": 8.5, "axes.labelsize": 8}  # overrides STYLE, for small panels
-LABEL_ROOM, MARGIN = 0.11, 0.06  # fractions of the axis: between labels, and outside the outer coefficients
-OFFSET = 0.012  # fraction of the axis between points of several lines at one coefficient
+LABEL_ROOM, MARGIN = 0.11, 0.06  # fractions of the axis: minimum between labels, and beyond the outermost coefficients
+OFFSET = 0.012  # fraction of the axis between the points of different lines at the same coefficient
 
 DENSE = "dense SiLU"
 
@@ -40,13 +40,13 @@ Runs = list[tuple[Point, Row]]
 @dataclass(frozen=True)
 class Panel:
     title: str
-    ylabel: str  # {neurons}: per layer; {window}: tokens without firing after which a neuron is dead
+    ylabel: str  # {neurons}: neurons per layer; {window}: tokens without firing after which a neuron is dead
     value: Value
     percent: bool = False
     signed: bool = False  # False: the axis starts at 0, if it is linear
-    error: Value | None = None  # one standard error of the value, shown as error bars of points without lines
+    error: Value | None = None  # standard error of the value, shown as error bars; points are then not connected
     layers: bool = False  # also draw each layer's nonzeros; logarithmic
-    baseline: Value | None = None  # level of the dense run; default: `value`
+    baseline: Value | None = None  # level drawn for the dense run; default: `value`
 
 
 def _dead_share(point: Point, row: Row) -> float | None:
@@ -71,9 +71,9 @@ PANELS = (
 
 
 def draw(sweep: Sweep, table: list[Row]) -> dict[str, bytes] | None:
-    """The figure of the finished runs as {"png": ..., "pdf": ...}; None with fewer than two coefficients.
+    """The figure, as {"png": ..., "pdf": ...}, of the finished runs; None with fewer than two coefficients.
 
-    Every combination of the other swept values is one line, with its own run without L1 and its own baseline.
+    Each combination of the other swept values is drawn as one line, with its own run without L1 and its own baseline.
     """
     runs = [(p, r) for p, r in zip(sweep.points, table, strict=True) if r["status"] == COMPLETE]
     sparse, dense = ([(p, r) for p, r in runs if p.baseline == wanted] for wanted in (False, True))
@@ -106,8 +106,8 @@ def draw(sweep: Sweep, table: list[Row]) -> dict[str, bytes] | None:
 
 
 def _draw(axes: Axes, panel: Panel, lines: dict[str, Runs], dense: Runs, at: dict[float, float]) -> None:
-    """`at`: the x position of each coefficient. No line connects 0 with the others, because a logarithmic axis has no
-    0."""
+    """Draw one panel. `at`: the x position of each coefficient. No line connects coefficient 0 with the others, because
+    a logarithmic axis has no 0."""
     span = max(at.values()) - min(at.values())
     for number, (label, runs) in enumerate(lines.items()):
         found = [(point, row, y) for point, row in runs if (y := panel.value(point, row)) is not None]
@@ -135,7 +135,7 @@ def _draw(axes: Axes, panel: Panel, lines: dict[str, Runs], dense: Runs, at: dic
         if level is None:
             continue
         color, name = "0.35", DENSE
-        if len(dense) > 1:  # each in the colour of its own line
+        if len(dense) > 1:  # draw each baseline in the colour of its line
             name += f", {_label(point)}"
             of = [runs[0][0].outside_sparsity == point.outside_sparsity for runs in lines.values()]
             color = f"C{of.index(True)}" if True in of else color
@@ -154,7 +154,7 @@ def _draw(axes: Axes, panel: Panel, lines: dict[str, Runs], dense: Runs, at: dic
 
 
 def positions(coefficients: list[float]) -> dict[float, float]:
-    """The x position of each coefficient, in ascending order: its logarithm, with 0 to the left."""
+    """{coefficient: x position} in ascending order. The position is the logarithm; 0 is to the left of the others."""
     at = {c: math.log10(c) for c in coefficients if c > 0}
     first, last = min(at.values()), max(at.values())
     return {c: at.get(c, first - max(0.3, 0.25 * (last - first))) for c in coefficients}
@@ -180,7 +180,7 @@ def _coefficient_axis(axes: Axes, at: dict[float, float]) -> None:
 
 
 def spelled(coefficient: float) -> str:
-    """The coefficient as text: "1.5e-5", "0.01" or "0"."""
+    """Formats the coefficient: "1.5e-5", "0.01" or "0"."""
     if coefficient == 0 or coefficient >= 0.01:
         return f"{coefficient:g}"
     mantissa, exponent = f"{coefficient:e}".split("e")

@@ -1,10 +1,10 @@
 """Starts the commands of a sweep's runs, passes signals on to them, and keeps one log per run.
 
-A command writes to its log directly, so its output continues if the sweep is killed. The log is also the run's lock:
-the command inherits it, and a sweep that is started again waits until the command ends.
+A command writes to its log directly, so its output continues if the sweep is killed. The log file is also the
+run's lock: the command inherits it, and a sweep that is started again waits until the command ends.
 
-Long operations are generators that yield while they wait (Work), so one thread handles several runs at once. It must be
-a single thread: Linux sends a command its parent-death signal as soon as the thread that started the command ends.
+Long operations are generators that yield while they wait (Work), so one thread handles several runs at once. There must
+not be more threads: Linux sends a command its parent-death signal as soon as the thread that started the command ends.
 """
 
 import os
@@ -24,25 +24,25 @@ from sparsellm.training.stop import StopSignals
 T = TypeVar("T")
 Work = Generator[None, None, T]
 
-# Seconds that torchrun gives its workers to save after a signal; torch before 2.13 ignores this and gives 30.
+# Seconds that torchrun gives its workers to save after a signal; torch before 2.13 ignores this variable and gives 30.
 SHUTDOWN_TIMEOUT = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "120"}
 
 
 class Launcher(StopSignals):
-    """While entered, forwards SIGTERM and SIGINT to the running commands instead of ending the sweep at once.
+    """Context manager that forwards SIGTERM and SIGINT to the running commands instead of ending the sweep at once.
 
-    Commands have their own sessions, so Ctrl-C reaches them once, through this class. If the sweep is killed with
-    SIGKILL, Linux sends them SIGTERM, perhaps once per thread of the sweep; a second SIGTERM ends a run without saving,
-    and it then resumes from its last checkpoint.
+    Commands have their own sessions, so Ctrl-C reaches them only once, through this class. If the sweep is killed with
+    SIGKILL, Linux sends each command SIGTERM, perhaps once per thread of the sweep; a second SIGTERM ends a run without
+    saving, and the run later resumes from its last checkpoint.
     """
 
     def __init__(self, shown: bool = True) -> None:
-        """shown: the commands' output also appears on the screen."""
+        """`shown`: whether to show the commands' output on the screen too."""
         super().__init__()
         self.shown = shown
 
     def claim(self, log: Path) -> Work[BinaryIO]:
-        """Open `log` for appending once no other process writes to it. A signal ends the wait too."""
+        """Wait until no other process writes to `log`, or a signal arrives, and open `log` for appending."""
         log.parent.mkdir(parents=True, exist_ok=True)
         file = regular.to_write(log, "ab")
         if not locks.take(file, give_up=lambda: True):
@@ -52,7 +52,7 @@ class Launcher(StopSignals):
         return file
 
     def run(self, command: list[str], log: BinaryIO, environment: Mapping[str, str] | None = None) -> Work[int]:
-        """Run `command` with its output in the claimed `log`: its exit code, or 128 + signal.
+        """Run `command`, with output to the claimed `log`. Returns its exit code, or 128 + signal.
 
         `environment`: variables in addition to this process's.
         """
@@ -62,7 +62,7 @@ class Launcher(StopSignals):
 
         def end_with_the_sweep() -> None:
             end_with_parent(signal.SIGTERM)
-            if os.getppid() != sweep:  # the sweep ended before the kernel knew of this request
+            if os.getppid() != sweep:  # the sweep ended before the request reached the kernel
                 os._exit(128 + signal.SIGTERM)
 
         with Path(log.name).open("rb") as output:

@@ -1,7 +1,7 @@
 """Expands a sweep's command line into runs.
 
 A point is an ordinary run, named after its swept values. If the same run was already trained, by hand or by another
-sweep, it keeps its name and is not trained again: names end with a hash of the settings that define the run.
+sweep, the run keeps its name and is not trained again: names end with a hash of the settings that define a run.
 """
 
 import hashlib
@@ -48,8 +48,8 @@ from sparsellm.runs.locate import locate
 from sparsellm.training import distillation, warm_start
 
 COEFFICIENT = "sparsity.l1_coefficient"
-# The overrides of a baseline, which replace all `sparsity` overrides of its run. The coefficient is included for the
-# table, which has a column per swept key.
+# A baseline's overrides, which replace all `sparsity` overrides of the run that it is compared with. They include the
+# coefficient because the table has a column for it.
 DENSE = {"sparsity": ["sparsity=dense_silu"], COEFFICIENT: [f"{COEFFICIENT}=0"]}
 
 
@@ -57,11 +57,11 @@ DENSE = {"sparsity": ["sparsity=dense_silu"], COEFFICIENT: [f"{COEFFICIENT}=0"]}
 class Point:
     """One run of a sweep."""
 
-    values: dict[str, str]  # swept key or group -> its value; for a baseline, only those that it sets
+    values: dict[str, str]  # swept key or group -> value; a baseline has only those that it sets
     overrides: list[str]
     config: Config
     experiment: str | None
-    by_hand: str  # the name that `python -m sparsellm.train` gives this run with these overrides
+    by_hand: str  # the run's name if `python -m sparsellm.train` is started with the same overrides
     baseline: bool = False
 
     @property
@@ -70,7 +70,7 @@ class Point:
 
     @property
     def outside_sparsity(self) -> dict[str, str]:
-        """The swept values outside `sparsity`, which a point shares with its baseline and its run without L1."""
+        """The swept values outside `sparsity`, which are the same for a point, its baseline and its run without L1."""
         return {key: value for key, value in self.values.items() if key.partition(".")[0] != "sparsity"}
 
     @property
@@ -97,8 +97,8 @@ class Sweep:
     name: str
     keys: list[str]  # swept keys and groups
     points: list[Point]
-    processes: int  # per run, on one node
-    slots: list[dict[str, str]]  # environment variables of each concurrent run
+    processes: int  # number of processes per run, on one node
+    slots: list[dict[str, str]]  # environment variables for each concurrent run
     options: SweepConfig
     evaluate: list[str]
 
@@ -111,7 +111,7 @@ class Sweep:
 
     @cached_property
     def evaluation(self) -> EvaluateConfig:
-        """The options of all evaluations, without a checkpoint."""
+        """The options for all evaluations, without a checkpoint."""
         return from_overrides(self.evaluate, EvaluateConfig)
 
     def dtype(self, point: Point) -> str:
@@ -120,7 +120,7 @@ class Sweep:
         return point.config.runtime.precision.name if typed == Dtype.auto else typed.name
 
     def evaluation_of(self, point: Point) -> list[str]:
-        """The overrides that evaluate a finished point."""
+        """The overrides of the command that evaluates a finished point."""
         return [f"checkpoint={quoted(str(point.checkpoint))}", *self.evaluate]
 
     def is_evaluated(self, point: Point) -> bool:
@@ -128,12 +128,12 @@ class Sweep:
         return point.is_finished() and is_complete(from_overrides(self.evaluation_of(point), EvaluateConfig))
 
     def benchmark(self, point: Point) -> Path:
-        """The results file of a finished point's benchmark."""
+        """The path of the results of a finished point's benchmark."""
         return locate(str(point.checkpoint)).output(BENCHMARK) / BENCHMARK_JSON
 
 
 def plan(arguments: list[str]) -> Sweep:
-    """Parse the command line of a sweep. Raises ConfigError with every mistake in it and in its runs."""
+    """Parse a sweep's command line. Raises ConfigError with every error in the command line and in the runs."""
     request = sweep_request(arguments)
     points, found = _points(request)
     if not points:
@@ -160,7 +160,7 @@ def gpus() -> list[str]:
 
 
 def _slots(parallel: int, processes: int, devices: list[str]) -> list[dict[str, str]]:
-    """The environment of each concurrent run, with `processes` GPUs of `devices` assigned round-robin."""
+    """Environment variables for each concurrent run, with `processes` of the GPUs `devices`, assigned round-robin."""
     if parallel <= 1:
         return [{}]
     if not devices:
@@ -181,10 +181,10 @@ def _points(request: SweepRequest) -> tuple[list[Point], list[str]]:
     typed = axes.keys() | typed_values(request.options.texts).keys()
     found += [f"{key} in a sweep: {reason}; leave it out" for key, reason in fixed.items() if key in typed]
 
-    trained: dict[str, dict[str, str]] = {}  # run.root -> hash -> name of the run there
+    trained: dict[str, dict[str, str]] = {}  # run.root -> hash -> name of an existing run
 
     def named(composed: Composition[Config], keys: Iterable[str]) -> str:
-        """The name of a point from its values of `keys`, or the name of the same run if it already exists."""
+        """A point's name, built from its values for `keys`; if the same run already exists, that run's name."""
         config = composed.config
         if "run.name" in typed:  # refused above
             return str(config.run.name)
@@ -240,7 +240,7 @@ def _mistakes(sweep: Sweep, request: SweepRequest, devices: int) -> list[str]:
     for key in ("checkpoint", "output_dir"):
         if any(override.startswith(f"{key}=") for override in request.evaluate):
             found.append(f"evaluate.{key} in a sweep: every run has its own value; leave it out")
-    try:  # the table needs the tasks even without evaluation
+    try:  # the table needs the list of tasks even without evaluation
         evaluation = from_overrides(request.evaluate, EvaluateConfig)
         wrong = evaluation_mistakes(evaluation) if options.evaluate else []
         if evaluation.export is not None:

@@ -1,4 +1,4 @@
-"""Progress line of a sweep with concurrent runs, from the metrics rows that the runs have written."""
+"""A sweep's progress line while runs are concurrent, computed from the metrics rows that the runs have written."""
 
 import json
 import os
@@ -14,14 +14,14 @@ from sparsellm.runs.metrics import METRICS
 from sparsellm.sweep.plan import Point
 from sparsellm.system.console import LINE_EVERY, quantity, say
 
-TAIL = 1 << 16  # bytes at the end of metrics.jsonl that are enough to hold its last row
+TAIL = 1 << 16  # bytes to read at the end of metrics.jsonl, enough for its last row
 SHOWN_EVERY = 1  # seconds between updates on a terminal
 
 
 class Progress:
-    """Shows the number of finished runs, the share of all `points`' training tokens that are done, and an ETA.
+    """Shows the number of finished runs, the fraction of training tokens done over all `points`, and an ETA.
 
-    On a terminal the line replaces itself; elsewhere a new one appears every few seconds, if something has changed.
+    On a terminal the line is updated in place; elsewhere a new line appears every few seconds if something has changed.
     """
 
     def __init__(self, points: list[Point]) -> None:
@@ -59,12 +59,12 @@ class Progress:
 
 
 def trained(point: Point) -> int:
-    """Tokens trained, up to the last complete row of the point's metrics.jsonl."""
+    """Number of tokens trained, according to the last complete row in the point's metrics.jsonl."""
     return last_step(point.folder / METRICS) * point.config.training.tokens_per_step
 
 
 def last_step(path: Path) -> int:
-    """The step of the last complete row; 0 if there is none."""
+    """The step of the last complete row in the file `path`; 0 if there is none."""
     with suppress(OSError), path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - TAIL))

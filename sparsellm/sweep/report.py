@@ -1,6 +1,6 @@
-"""Writes sweep.csv, .json, .md, .png and .pdf in the sweep's folder, always from the files of its runs.
+"""Writes sweep.csv, .json, .md, .png and .pdf in the sweep's folder, always from the runs' files.
 
-sweep.json has the rows of sweep.csv, and the command, machine, commit and versions that made them.
+sweep.json contains the rows of sweep.csv, and the command, machine, commit and versions with which it was written.
 """
 
 import json
@@ -18,7 +18,7 @@ NAME = "sweep"
 
 
 def write_all(sweep: Sweep) -> tuple[str, str | None]:
-    """Write the table and the figure. Returns a summary for the screen, and the reason if they cannot be written.
+    """Write the table and the figure. Returns a summary for the screen, and an error message if writing failed.
 
     Tasks of a SLURM array call this concurrently and take turns, so that the last one sees all results.
     """
@@ -35,7 +35,7 @@ def write_all(sweep: Sweep) -> tuple[str, str | None]:
             files |= {"md": f"# {sweep.name}\n\n{markdown}{image}".encode()} | (plots or {})
             for kind, content in files.items():
                 write_whole(sweep.folder / f"{NAME}.{kind}", content)
-    except Exception as error:  # a full disk, or bad files of an evaluation: the sweep continues
+    except Exception as error:  # a full disk, or damaged results of an evaluation: the sweep continues
         with suppress(Exception):
             shown = shown or table.as_text(sweep, table.rows(sweep))
         return shown, (

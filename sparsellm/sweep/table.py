@@ -1,4 +1,4 @@
-"""The results of a sweep's runs, read from their own files: metrics.jsonl, results.json, and benchmark.json.
+"""The table of a sweep's results, read from the runs' files: metrics.jsonl, results.json, and benchmark.json.
 
 No state is kept between starts, so the table does not depend on interruptions of the sweep.
 """
@@ -23,7 +23,7 @@ MULTIPLIED = {
     L1Normalization.mean: "the mean over neurons and layers",
     L1Normalization.layer_mean: "the sum over neurons and mean over layers",
 }
-# Columns from a benchmark: PHASE_KEY of its JSON, and the title.
+# Columns from a benchmark: PHASE_KEY in benchmark.json -> title.
 COSTS = {
     "forward_tokens_per_s": "forward tokens/s",
     "training_tokens_per_s": "training tokens/s",
@@ -57,7 +57,7 @@ def rows(sweep: Sweep) -> list[Row]:
         begun = metrics[point.name]
         nnz, dead = last.get("nnz_per_layer") or [], last.get("dead_per_layer")
         if last.get("tokens", 0) < point.config.sparsity.dead_after_tokens:
-            dead = None  # the run is too short for any neuron to count as dead; unknown, not 0
+            dead = None  # unknown, not 0: the run is too short for any neuron to count as dead
         table.append(
             {key: point.values.get(key) for key in sweep.keys}
             | {
@@ -82,14 +82,14 @@ def rows(sweep: Sweep) -> list[Row]:
 
 
 def as_text(sweep: Sweep, table: list[Row]) -> str:
-    """The rows for the screen, with rounded numbers, and a legend. Each part of a wide table begins with the swept
-    values."""
+    """The table for the screen, with rounded numbers and a legend. If the table is split because it is too wide, each
+    part begins with the swept values."""
     cells, legend = _cells(sweep, table)
     return "\n".join([*aligned(cells, len(sweep.keys) + 1), "", legend])
 
 
 def as_markdown(sweep: Sweep, table: list[Row]) -> str:
-    """The rows as an aligned Markdown table with rounded numbers, and a legend."""
+    """The table in Markdown, with aligned columns, rounded numbers and a legend."""
     cells, legend = _cells(sweep, table)
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [cells[0], ["-" * width for width in widths], *cells[1:]]
@@ -100,7 +100,7 @@ def as_markdown(sweep: Sweep, table: list[Row]) -> str:
 
 
 def _cells(sweep: Sweep, table: list[Row]) -> tuple[list[list[str]], str]:
-    """The lines of the table without empty columns, the header first; and the legend."""
+    """The table's lines, header first, without empty columns; and the legend."""
 
     def column(title: str, key: str, form: str) -> tuple[str, list[str]]:
         return title, ["" if row[key] is None else form.format(row[key]) for row in table]
@@ -139,7 +139,7 @@ def _numbers(point: Point, rows: list[Row]) -> Row:
 
 
 def _results(sweep: Sweep, point: Point) -> dict[str, Any]:
-    """The scores of the sweep's own tasks; other evaluations may have written more tasks, or fewer."""
+    """A point's scores on the sweep's tasks only; other evaluations may have written scores for more or fewer tasks."""
     try:
         output = locate(str(point.checkpoint)).output(EVALUATION, limit=sweep.evaluation.limit)
         path = of_dtype(output, sweep.dtype(point)) / RESULTS
@@ -150,7 +150,7 @@ def _results(sweep: Sweep, point: Point) -> dict[str, Any]:
 
 
 def _costs(sweep: Sweep, point: Point) -> Row:
-    """A finished point's benchmark: on the kernels if it ran on them, otherwise in PyTorch."""
+    """A finished point's benchmark results: with the kernels if they were used, otherwise in PyTorch."""
     side: Row = {}
     if point.is_finished() and (path := sweep.benchmark(point)).exists():
         sides = json.loads(regular.content(path))["checkpoints"][0]["sides"]
@@ -158,13 +158,13 @@ def _costs(sweep: Sweep, point: Point) -> Row:
     found = {}
     for key in COSTS:
         phase, _, number = key.partition("_")
-        found[key] = (side.get(phase) or {}).get(number)  # a training step that ran out of memory has no number
+        found[key] = (side.get(phase) or {}).get(number)  # missing if a training step ran out of memory
     return found
 
 
 def _increase(point: Point, sweep: Sweep, finished: dict[str, Row]) -> float | None:
-    """The relative increase of cross entropy over the ReLU run without L1 whose values outside `sparsity` are the
-    same."""
+    """The relative increase in cross entropy compared with the ReLU run without L1 that has the same values outside
+    `sparsity`; None if unknown."""
     alike = [p for p in sweep.points if p.outside_sparsity == point.outside_sparsity and _is_without_l1(p)]
     if not alike or point.name not in finished or alike[0].name not in finished:
         return None
@@ -178,7 +178,7 @@ def _is_without_l1(point: Point) -> bool:
 
 
 def _stderr_of_mean(result: dict[str, Any]) -> float | None:
-    """The standard error of the mean of independent scores."""
+    """The standard error of the mean score, with independent scores; None if unknown."""
     errors = [task["stderr"] for task in result.get("tasks", {}).values()]
     if result.get("mean") is None or not errors or None in errors:
         return None
@@ -186,12 +186,12 @@ def _stderr_of_mean(result: dict[str, Any]) -> float | None:
 
 
 def distinct(values: Iterable[Any]) -> str:
-    """The values as text: "5,632", or "5,632 or 8,448"."""
+    """Formats the distinct values: "5,632", or "5,632 or 8,448"."""
     return " or ".join(dict.fromkeys(f"{v:,}" if isinstance(v, int) else v for v in values))
 
 
 def _legend(sweep: Sweep, titles: set[str], dtypes: str) -> str:
-    """Explanations of the columns `titles`. `dtypes`: the dtypes of the scores."""
+    """Explains the columns `titles`. `dtypes`: the dtypes in which the scores were computed."""
     # The dense baseline is left out, because it has none of the settings explained below.
     configs = [point.config for point in sweep.points if not point.baseline]
     neurons = distinct(c.model.intermediate_size for c in configs)
