@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# Runs compute-sanitizer over a small case of every CUDA kernel (scripts/sanitize_kernels.py): about two minutes on a
-# GPU.
+# Runs compute-sanitizer over a small case of every CUDA kernel (scripts/sanitize_kernels.py): two minutes on a GPU.
 #
 #     scripts/sanitize.sh [TOOL ...]      default tools: memcheck racecheck synccheck
 #
@@ -11,12 +10,12 @@
 # Exit code: 0 if every tool passed, 1 if a tool failed, 2 if nothing could run.
 #
 # What each tool proves:
-#   memcheck   No kernel accesses memory outside a tensor. torch's caching allocator is off, so every tensor is a
-# separate allocation.
+#   memcheck   No access outside a tensor. torch's caching allocator is off, so every tensor is a separate allocation.
 #   racecheck  No race in shared memory between ordinary loads and stores. racecheck does not follow TMA and WGMMA (the
 #              asynchronous proxy), so it proves nothing about those. Excluded from racecheck (release 2025.3) are
-#              - the tile products: racecheck does not know which accesses an mbarrier orders, and reports them as
-# races;
+#              - the tile products: racecheck does not know which accesses an mbarrier orders, and reports each such
+# pair
+#                as a race;
 #              - sort_kernel: for 1,600 tokens racecheck reports pairs that a BAR.SYNC of all threads separates,
 #                different pairs in every run;
 #              - the cases of few tokens, and with them gate_pack_small, gate_pack_fewest, pack_product and row_cluster:
@@ -51,8 +50,8 @@ fi
 
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1 CUDA_MODULE_LOADING=LAZY
 if [ $# -eq 0 ]; then set -- memcheck racecheck synccheck; fi
-# Only kernels named sparsellm* are checked, through an option whose name changed between releases. Errors of CUDA calls
-# that torch makes and handles itself are not reported.
+# Only kernels whose name contains "sparsellm" are checked; the option for that has another name in other releases.
+# Errors of CUDA calls that torch makes and handles itself are not reported.
 help=$("$sanitizer" --help 2>&1)
 only=
 for option in --kernel-name --kernel-regex; do

@@ -42,15 +42,15 @@ from sparsellm.config.values import (
 from sparsellm.config.yaml_files import Start, choice_mistakes, folder_mistakes, read, read_start, seal
 from sparsellm.system.files import write_whole
 
-AnyConfig = TypeVar("AnyConfig")  # the configuration of a command
+AnyConfig = TypeVar("AnyConfig")  # a command's configuration
 Flat = dict[str, Any]  # group.key -> plain value
 
 MODE = "logging.wandb"
 WARMUP = "optimizer.warmup_steps"
 WARMUP_SHARE = 10  # unless typed, the warm-up takes at most 1 / WARMUP_SHARE of the steps
-NAME_PARTS = 40  # maximum characters of the differences from the experiment in a run's name
+NAME_PARTS = 40  # maximum characters that a run's name has for its differences from the experiment
 
-# Plain values, because the values of one's own files are converted and checked like typed ones, not by OmegaConf.
+# Plain values, because values in users' files are converted and checked like typed ones, not by OmegaConf.
 ConfigStore.instance().store(name=f"{COMPOSITION}_schema", node=to_dict(Config()))
 
 
@@ -61,8 +61,8 @@ class Composition(Generic[AnyConfig]):
     config: AnyConfig  # composed without the refused overrides
     mistakes: list[str]  # refused overrides, each with its remedy
     notes: list[str]  # values that are neither typed nor defaults, and why
-    choices: dict[str, str | None]  # choice of every group; None for experiment=null
-    overrides: list[str]  # the command line, with each option as one text: --OPTION=VALUE
+    choices: dict[str, str | None]  # group -> choice; None for experiment=null
+    overrides: list[str]  # the command line, with each option as one string: --OPTION=VALUE
 
     @property
     def experiment(self) -> str | None:
@@ -105,7 +105,7 @@ def composition(overrides: list[str], schema: type[Any] = Config) -> Composition
 
 
 def complete(data: DataConfig, run: RunConfig, init_from: str | None, tokenizer_typed: bool = False) -> None:
-    """Fill in, in place, the values that follow from others, except the run's name."""
+    """Fill in, in place, values that are derived from other values, except the run's name."""
     # Shells do not expand the "~" in run.root=~/runs, and a folder named "~" is dangerous: `rm -r ~` removes the home.
     data.path = expanduser(data.path or f"data/{data.name}")  # noqa: PTH111 (Path's raises for unknown users)
     run.root = expanduser(run.root)  # noqa: PTH111
@@ -114,7 +114,7 @@ def complete(data: DataConfig, run: RunConfig, init_from: str | None, tokenizer_
 
 
 def from_values(values: Flat, schema: type[AnyConfig]) -> AnyConfig:
-    """`schema` with `values`, each converted and checked like a typed one. Raises ConfigError with every mistake."""
+    """`schema` with `values`, each converted and checked like a typed one. Raises ConfigError that lists all errors."""
     return cast(AnyConfig, build(schema, nested(_accepted(values, schema))))
 
 
@@ -131,7 +131,7 @@ def _accepted(values: Flat, schema: type[Any]) -> Flat:
 
 
 def _layer(name: str, options: Options) -> str:
-    """A layer of `calibrate`: K x N for a choice of the group `model` in the folder of --config-dir."""
+    """A layer for `calibrate`: KxN if `name` is a choice of the group `model` in a --config-dir folder, else `name`."""
     if name in choices("model") or name not in choices("model", options.folders):
         return name
     model = from_overrides([*options.texts, f"model={name}"]).model
@@ -147,7 +147,7 @@ def from_overrides(overrides: list[str], schema: type[AnyConfig]) -> AnyConfig: 
 
 
 def from_overrides(overrides: list[str], schema: type[Any] = Config) -> Any:
-    """The configuration for the overrides of a command line. Raises ConfigError with every refused override."""
+    """The configuration for a command line's overrides. Raises ConfigError that lists every refused override."""
     composed = composition(overrides, schema)
     if composed.mistakes:
         raise ConfigError(composed.mistakes)
@@ -156,10 +156,10 @@ def from_overrides(overrides: list[str], schema: type[Any] = Config) -> Any:
 
 @dataclass(frozen=True)
 class _CommandLine:
-    """A parsed command line, with the file from which it starts."""
+    """A parsed command line, including the file given by --config."""
 
     options: Options
-    start: Start  # without keys if there is no --config
+    start: Start  # the file given by --config; without keys if there is none
     typed: Typed
     mistakes: list[str]
     overrides: list[str]  # as in Composition
@@ -186,7 +186,7 @@ class _CommandLine:
         return cls(options, begins, typed, found, [*options.texts, *texts])
 
     def layers(self, typed: Typed) -> tuple[Flat, dict[str, str | None]]:
-        """The values of all layers combined with those of `typed`, and the choice of every group. An experiment
+        """The values of all layers combined with those in `typed`, and the choice of every group. An experiment
         overrides other groups."""
         groups = self.start.groups | typed.groups
         if self.start.saved:
@@ -201,7 +201,7 @@ class _CommandLine:
         return values | variables | self.values(self.start) | self.values(typed), chosen
 
     def values(self, typed: Typed) -> Flat:
-        """The values that `typed` sets itself, by groups (except the experiment) and by keys."""
+        """The values that `typed` sets explicitly, through groups (except the experiment) and keys."""
         values: Flat = {}
         for group, choice in typed.groups.items():
             if group != EXPERIMENT and choice is not None:
@@ -209,9 +209,9 @@ class _CommandLine:
         return values | typed.keys
 
     def hydra(self, name: str, *overrides: str) -> tuple[Flat, dict[str, str | None]]:
-        """The values of the file `name` of a configuration folder with its defaults list, and the choice of every
-        group. Raises ConfigError for files in --config-dir that Hydra refuses."""
-        # Hydra finds the file itself in the first folder only, and what the file is based on in all of them.
+        """The values in the file NAME.yaml of a configuration folder, including the file's defaults list, and the
+        choice of every group. Raises ConfigError for files in --config-dir that Hydra refuses."""
+        # Hydra looks for the file itself in the first folder only, and for its defaults list in all folders.
         own = [folder for folder in self.options.folders if (folder / f"{name}.yaml").is_file()]
         if not own and (name != COMPOSITION or not self.options.folders):
             return _shipped(name, *overrides)
@@ -223,8 +223,8 @@ class _CommandLine:
             raise ConfigError([f"{self.options.texts[-1]}: {' '.join(str(error).split())}"]) from error
 
     def run_name(self, values: Flat, fingerprint: str, experiment: str | None, capped: bool) -> str:
-        """A name such as EXPERIMENT-relu-steps_800-3f2a91c0: the differences from the experiment, or from the file of
-        --config, and `fingerprint`."""
+        """A name such as EXPERIMENT-relu-steps_800-3f2a91c0: the differences from the experiment, or from the file
+        given by --config, and `fingerprint`."""
         alone, with_groups = (
             definition(build(Config, nested(self.layers(Typed(groups))[0])))
             for groups in ({EXPERIMENT: experiment}, self.typed.groups)
@@ -242,8 +242,8 @@ class _CommandLine:
 
 
 def typed_values(overrides: list[str]) -> Flat:
-    """The values that a person wrote, on the command line or in a file of --config that no run saved: by groups (except
-    the experiment) and by keys."""
+    """The values written by a person, through groups (except the experiment) and keys: on the command line, or in a
+    --config file that was not saved by a run."""
     line = _CommandLine.of(overrides)
     return ({} if line.start.saved else line.values(line.start)) | line.values(line.typed)
 
@@ -273,8 +273,8 @@ def _cap_warmup(values: Flat) -> list[str]:
 
 
 def name_by(swept: list[str], values: Flat, fingerprint: str, choices: dict[str, str | None]) -> str:
-    """The name of a sweep's run, such as EXPERIMENT-relu-seed_1-3f2a91c0: its values of the keys and groups that are
-    `swept`, in the schema's order. `values` has every key, and `choices` every group."""
+    """The name of a sweep's run, such as EXPERIMENT-relu-seed_1-3f2a91c0: the run's values for the keys and groups in
+    `swept`, in the schema's order. `values` must have every key, and `choices` every group."""
     keys = [(key.rpartition(".")[2], value) for key, value in values.items() if key in swept]
     groups = [str(choices[group]) for group in sorted(choices) if group in swept and group != EXPERIMENT]
     return _joined(choices.get(EXPERIMENT), groups, keys, fingerprint)
@@ -303,7 +303,8 @@ def as_yaml(config: AnyConfig) -> str:
 
 
 def load(path: Path) -> Config:
-    """The configuration that `save` wrote; the line with the checksum may be missing. Raises ConfigError."""
+    """The configuration in a file written by `save`; the checksum line may be missing. Raises ConfigError if the file
+    is damaged."""
     damaged = f"{path} is damaged ({{}}): restore it from a copy, or remove it"
     try:
         values, _ = read(path)

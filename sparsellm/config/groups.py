@@ -1,4 +1,4 @@
-"""The groups of configs/ and their choices, read without Hydra, whose import is too slow for `--help`."""
+"""The groups in configs/ and their choices, read without Hydra, whose import is too slow for `--help`."""
 
 from functools import cache
 from pathlib import Path
@@ -9,27 +9,27 @@ PACKAGE = Path(__file__).resolve().parents[1]
 # In a checkout, configs/ is next to the package; in a wheel, it is inside the package.
 CONFIGS = PACKAGE / "configs" if (PACKAGE / "configs").is_dir() else PACKAGE.parent / "configs"
 CONFIG, CONFIG_DIR = "--config", "--config-dir"  # options of every command that takes overrides
-OPTIONS = {CONFIG: "FILE", CONFIG_DIR: "DIR"}  # option -> what its value is called
-COMPOSITION = "train"  # the file of configs/ from which Hydra composes a Config
+OPTIONS = {CONFIG: "FILE", CONFIG_DIR: "DIR"}  # option -> placeholder for its value in messages
+COMPOSITION = "train"  # name of the file in configs/ from which Hydra composes a Config
 EXPERIMENT = "experiment"
 OVERRIDE = "override /"  # prefix of a group in an experiment's defaults list
-SWEEP = "sweep"  # the folder of configs/ with named lists of values, for the command `sweep` alone
+SWEEP = "sweep"  # the folder in configs/ with named lists of values, used only by the command `sweep`
 
 
 def choices(group: str, folders: tuple[Path, ...] = ()) -> list[str]:
-    """The choices of a group: those of the package, and those in `folders`, which are laid out like configs/."""
+    """A group's choices: those in the package, and those in `folders`, which are laid out like configs/."""
     return sorted({path.stem for folder in (CONFIGS, *folders) for path in (folder / group).glob("*.yaml")})
 
 
 @cache
 def groups() -> list[str]:
-    """The groups of a run's configuration."""
+    """The names of the groups in a run's configuration."""
     return sorted(_defaults_list(COMPOSITION))
 
 
 def swept_values(name: str, folders: tuple[Path, ...] = ()) -> list[str]:
-    """The overrides in sweep/NAME.yaml of configs/ or of a folder in `folders`, each with a list of
-    values. Raises ValueError."""
+    """The overrides, each with a list of values, from sweep/NAME.yaml in configs/ or one of `folders`. Raises
+    ValueError if the file is invalid."""
     found = next(path for folder in (CONFIGS, *folders) if (path := folder / SWEEP / f"{name}.yaml").is_file())
     try:
         read = yaml.safe_load(found.read_text(encoding="utf-8"))
@@ -42,7 +42,7 @@ def swept_values(name: str, folders: tuple[Path, ...] = ()) -> list[str]:
 
 @cache
 def default_choices() -> dict[str, str]:
-    """The choice of every group when nothing is typed, by the defaults lists in configs/."""
+    """{group: choice} if nothing is typed, from the defaults lists in configs/."""
     listed = _defaults_list(COMPOSITION)
     overridden = _defaults_list(f"{EXPERIMENT}/{listed[EXPERIMENT]}")
     return listed | {group.removeprefix(OVERRIDE): choice for group, choice in overridden.items()}

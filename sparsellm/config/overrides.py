@@ -1,7 +1,7 @@
-"""Parses a command line: overrides, `key=value` in Hydra's grammar, and the options --config and --config-dir.
+"""Parses a command line: overrides `key=value` in Hydra's grammar, and the options --config and --config-dir.
 
-A key is `group.key` of a schema; a group is a folder of configs/. Each value is converted and checked, and every
-mistake is reported, with its remedy. A value that the grammar cannot parse (`data.path=~/a=b`) is taken literally.
+A key is a schema's `group.key`; a group is a folder in configs/. Each value is converted and checked, and every error
+is reported with a remedy. A value that the grammar cannot parse (`data.path=~/a=b`) is taken literally.
 """
 
 import difflib
@@ -28,7 +28,7 @@ from sparsellm.config.values import build, flat_types, nested, unknown_key
 # A list that Hydra's grammar cannot parse, because of special characters in file names: [~/a(1).txt, b].
 _LIST = re.compile(r"\[(.*)\]", re.DOTALL)
 _ITEM = re.compile(r"""\s*("[^"]*"|'[^']*'|(?:\[[^\]]*\]|[^,])+?)\s*(?:,|$)""")
-# Keys whose value is or may be a path.
+# Keys whose value is a path or may be one.
 PATHS = (
     "baseline", "checkpoint", "data.files", "data.mix", "data.path", "data.tokenizer", "data_dir", "distill.teacher",
     "evaluation.data_dir", "export", "init_from", "output_dir", "recordings", "run.name", "run.root", "sweep.name",
@@ -37,16 +37,16 @@ PATHS = (
 LARGEST, DEEPEST = 1_000_000, 16  # limits of a YAML file: characters, and nesting depth
 LONGEST_NAME = 255  # bytes of a file name on Linux
 URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
-ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*(\w+)\s*(?:,\s*([^{}]*?)\s*)?\}")  # NAME, and a default
+ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*(\w+)\s*(?:,\s*([^{}]*?)\s*)?\}")  # groups: NAME, default
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a command line."""
+    """The options on a command line."""
 
     texts: list[str] = field(default_factory=list)  # as --OPTION=VALUE
     config: Path | None = None  # a file whose values come before the overrides
-    folders: tuple[Path, ...] = ()  # folders with choices in addition to those of configs/
+    folders: tuple[Path, ...] = ()  # folders with choices in addition to those in configs/
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Typed:
 
     groups: dict[str, str | None] = field(default_factory=dict)  # group -> choice; None for experiment=null
     keys: dict[str, Any] = field(default_factory=dict)  # group.key -> plain value; enums by name
-    mistakes: list[str] = field(default_factory=list)  # a message for each refused override
+    mistakes: list[str] = field(default_factory=list)  # error messages, one per refused override
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,12 @@ class SweepRequest:
 
     options: Options
     sweep: SweepConfig
-    axes: dict[str, list[str]]  # key or group of a run -> its overrides, one per value, in order
-    evaluate: list[str]  # overrides of the evaluations, without the prefix "evaluate."
+    axes: dict[str, list[str]]  # a run's key or group -> overrides, one per value, in order
+    evaluate: list[str]  # overrides for the evaluations, without the prefix "evaluate."
 
 
 def split(texts: list[str]) -> tuple[Options, list[str], list[str]]:
-    """The options in `texts`, the other texts, and mistakes in the options."""
+    """The options among the command line's arguments `texts`, the other arguments, and error messages about options."""
     given: dict[str, str] = {}
     others, found, rest = list[str](), list[str](), list(texts)
     while rest:
@@ -111,8 +111,8 @@ def parse(texts: list[str], schema: type = Config, folders: tuple[Path, ...] = (
 
 
 def _without_dashes(texts: list[str], mistakes: list[str], schema: type) -> list[str]:
-    """The `texts` without flags such as --lr 3; adds a message to `mistakes` for each flag, which says what to
-    write instead."""
+    """`texts` without flags such as --lr 3. For each flag, adds a message to `mistakes` that says what to write
+    instead."""
     kept, rest = [], list(texts)
     while rest:
         text = rest.pop(0)
@@ -132,7 +132,7 @@ def _without_dashes(texts: list[str], mistakes: list[str], schema: type) -> list
 
 
 def choose(typed: Typed, group: str, raw: str, folders: tuple[Path, ...] = ()) -> None:
-    """Add the choice `raw` of `group` to `typed`, or a mistake."""
+    """Add the choice `raw` of `group` to `typed`, or an error message if there is no such choice."""
     listed = choices(group, folders)
     if raw in listed:
         typed.groups[group] = raw
@@ -166,7 +166,8 @@ def unknown(name: str, raw: str, schema: type) -> str:
 
 
 def accept(typed: Typed, name: str, value: Any, raw: str, kind: Any) -> None:
-    """Add the `value` of the key `name`, of type `kind`, to `typed`, or a mistake. `raw`: `value` as it was written."""
+    """Add `value` for the key `name`, of type `kind`, to `typed`, or an error message if `value` is invalid. `raw`:
+    `value` as it was written."""
     if value == "???":
         typed.mistakes.append(f"{name} has no value: give it one with {name}=...")
         return
@@ -196,7 +197,8 @@ def accept(typed: Typed, name: str, value: Any, raw: str, kind: Any) -> None:
 
 
 def _resolved(value: Any) -> Any:
-    """`value` with the environment variables that its strings name. Raises ValueError."""
+    """`value` with references to environment variables resolved in all strings. Raises ValueError for an unset variable
+    or an unsupported interpolation."""
     if isinstance(value, list):
         return [_resolved(each) for each in value]
     if isinstance(value, dict):
@@ -216,8 +218,8 @@ def _resolved(value: Any) -> Any:
 
 
 def mapping(text: str) -> dict[str, Any]:
-    """The values of a YAML text, with interpolations as they are written. Raises ValueError, whose message says why the
-    text is refused."""
+    """The values in the YAML document `text`, with unresolved interpolations. Raises ValueError, saying why, if the
+    document is refused."""
     if len(text) > LARGEST:
         raise ValueError(f"it has {len(text):,} characters: a configuration has at most {LARGEST:,}")
     try:
@@ -233,7 +235,8 @@ def mapping(text: str) -> dict[str, Any]:
 
 
 def _bomb(text: str) -> str | None:
-    """Why `text` is refused before parsing: aliases or deep nesting, which can take unlimited time or memory."""
+    """Why the YAML document `text` must not be parsed: aliases or deep nesting can take unlimited time or memory. None
+    if it may be parsed."""
     depth = 0
     for token in yaml.scan(text, yaml.SafeLoader):
         if isinstance(token, yaml.AliasToken):
@@ -246,7 +249,7 @@ def _bomb(text: str) -> str | None:
 
 
 def _strings(value: Any) -> list[str]:
-    """All strings in a plain value."""
+    """All strings in `value`, including those nested in lists and dicts."""
     if isinstance(value, str):
         return [value]
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -254,7 +257,7 @@ def _strings(value: Any) -> list[str]:
 
 
 def path_mistakes(path: str) -> list[str]:
-    """Why `path` cannot be the path of a local file or folder."""
+    """Error messages if `path` cannot be the path of a local file or folder; empty if it can."""
     if URL.match(path):
         return [
             f"{path} is a URL: it should be a local path; mount the storage and give its folder, or copy the files to"
@@ -270,8 +273,8 @@ def path_mistakes(path: str) -> list[str]:
 
 
 def _value(text: str, raw: str) -> Any:
-    """Parse the value of the override `text`. Returns an Override for a list of values A,B, and `raw`, the value as
-    typed, if it cannot be parsed."""
+    """Parse the value in the override `text`. Returns an Override for a list of values A,B; and `raw`, the value as
+    typed, if Hydra cannot parse it."""
     try:
         (override,) = OverridesParser.create().parse_overrides([text])
     except HydraException:
@@ -280,8 +283,8 @@ def _value(text: str, raw: str) -> Any:
 
 
 def convert(kind: Any, value: Any, raw: str) -> Any:
-    """Convert `value`, which a person wrote as `raw`, to the type `kind`; members of an enum are given by name. Raises
-    ValueError, whose message says what the value should be.
+    """Convert `value`, written as `raw`, to the type `kind`; enum members are written by name. Raises ValueError,
+    saying what the value should be, if it cannot be converted.
 
     Whole numbers may be written as 1e9, and a single value is accepted as a list of one.
     """
@@ -297,7 +300,7 @@ def convert(kind: Any, value: Any, raw: str) -> Any:
         elif option is float and isinstance(value, int | float) and not isinstance(value, bool):
             return float(value)
         elif option is str and isinstance(value, str | int | float | bool):
-            if value != "" or type(None) not in options:  # as a path, "" would mean the working directory
+            if value != "" or type(None) not in options:  # an empty path would mean the working directory
                 return value if isinstance(value, str) else raw
         elif typing.get_origin(option) is list and value is not None and not isinstance(value, dict):
             items = value if isinstance(value, list) else [value if isinstance(value, str) else raw]
@@ -313,7 +316,7 @@ def convert(kind: Any, value: Any, raw: str) -> Any:
 
 
 def _options(kind: Any) -> tuple[Any, ...]:
-    """The types that a key of type `kind` accepts."""
+    """The types accepted by a key of type `kind`."""
     return typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
 
 
@@ -338,7 +341,7 @@ def _without_value(name: str, schema: type) -> str:
 
 @dataclass
 class _OfSweep:
-    """Gives the keys of SweepConfig their prefix, `sweep.`."""
+    """A schema in which the keys of SweepConfig have their prefix, `sweep.`."""
 
     sweep: SweepConfig = field(default_factory=SweepConfig)
 
@@ -346,8 +349,8 @@ class _OfSweep:
 def sweep_request(overrides: list[str]) -> SweepRequest:
     """Sort a sweep's overrides. Hydra's grammar parses lists of values: `key=1,2`, `choice`, `range`.
 
-    sweep=NAME stands for the lists in configs/sweep/NAME.yaml, which other overrides of the same key replace.
-    Raises ConfigError with every mistake in the overrides of the sweep, the runs and the evaluations.
+    sweep=NAME stands for the lists in configs/sweep/NAME.yaml; overrides of the same keys replace these lists. Raises
+    ConfigError that lists all errors in the overrides for the sweep, the runs and the evaluations.
     """
     axes: dict[str, list[str]] = {}
     evaluate, options = list[str](), list[str]()
@@ -368,7 +371,7 @@ def sweep_request(overrides: list[str]) -> SweepRequest:
         group, _, name = key.partition(".")
         try:
             (override,) = parser.parse_overrides([text.lstrip("+")])
-        except HydraException:  # not a list of values, so `parse` handles the override
+        except HydraException:  # not a list of values; left to `parse`
             override = None
         texts = [text]
         if override is not None and override.is_sweep_override():
@@ -395,8 +398,8 @@ def sweep_request(overrides: list[str]) -> SweepRequest:
 
 
 def quoted(value: str) -> str:
-    """`value` as it must be written in an override: quoted if Hydra's grammar would parse it differently."""
+    """`value` as it must be written in an override: quoted if Hydra's grammar would otherwise parse it differently."""
     if re.fullmatch(r"[\w./-]+", value) and value.lower() != "null":
         return value
-    # In Hydra's grammar, a backslash escapes only before a quote.
+    # In Hydra's grammar, a backslash is an escape character only before a quote.
     return "'" + re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), value) + "'"

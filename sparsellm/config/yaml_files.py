@@ -1,6 +1,6 @@
-"""Reads configurations from YAML files: config.yaml of a run, the file of --config, and choices in --config-dir.
+"""Reads YAML files: a run's config.yaml, the file given by --config, and choices in --config-dir.
 
-Each value is converted and checked like a typed one, and each mistake names its file.
+Each value is converted and checked like a typed one, and each error message names the file.
 """
 
 import difflib
@@ -18,9 +18,9 @@ from sparsellm.config.schema import Config, Verbatim
 from sparsellm.config.values import build, fingerprint, flat, flat_types, nested
 from sparsellm.system import regular
 
-SEAL = "# checksum xxh3_64 "  # the first line of a config.yaml that `save` wrote starts with SEAL
-GLOBAL = "_global_"  # the package of an experiment, whose keys are those of all groups
-LONGEST_TITLE = 80  # characters
+SEAL = "# checksum xxh3_64 "  # start of the first line in a config.yaml written by `save`
+GLOBAL = "_global_"  # Hydra package of experiments, which may set keys in all groups
+LONGEST_TITLE = 80  # maximum characters
 
 
 def seal(text: str) -> str:
@@ -28,8 +28,8 @@ def seal(text: str) -> str:
 
 
 def read(path: Path) -> tuple[dict[str, Any], bool]:
-    """The values of a YAML file, and whether `save` wrote the file. Raises OSError, and ValueError with the reason for
-    which the file is refused."""
+    """The values in a YAML file, and whether the file was written by `save`. Raises OSError if the file cannot be read,
+    and ValueError, saying why, if it is refused."""
     try:
         text = regular.content(path).decode()
     except UnicodeDecodeError as error:
@@ -43,12 +43,12 @@ def read(path: Path) -> tuple[dict[str, Any], bool]:
 
 @dataclass
 class Start(Typed):
-    """The values of the file of --config, from which a command line starts."""
+    """The values in the file given by --config, on which the command line builds."""
 
-    title: str = ""  # the start of the names of runs that start from the file
-    saved: bool = False  # whether a run wrote the file: then it has every key
-    run: str | None = None  # the name of that run
-    fingerprint: str | None = None  # the fingerprint of that run
+    title: str = ""  # the first part of the names of runs that use the file
+    saved: bool = False  # whether a run saved the file, which then has every key
+    run: str | None = None  # the name of the run that saved the file
+    fingerprint: str | None = None  # the fingerprint of the run that saved the file
 
 
 def read_start(path: Path, schema: type, folders: tuple[Path, ...] = ()) -> Start:
@@ -92,7 +92,7 @@ def read_start(path: Path, schema: type, folders: tuple[Path, ...] = ()) -> Star
 
 
 def _add(found: Typed, path: Path, values: dict[str, Any], schema: type) -> None:
-    """Add `values`, {group.key: value} of the file `path`, to `found`, with their mistakes."""
+    """Add `values`, {group.key: value} from the file `path`, to `found`, with error messages for invalid values."""
     kinds, added = flat_types(schema), Typed(found.groups, found.keys)
     for name, value in ((str(name), value) for name, value in values.items()):
         written = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
@@ -109,7 +109,8 @@ def _add(found: Typed, path: Path, values: dict[str, Any], schema: type) -> None
 
 
 def _drop_derived(found: Start) -> None:
-    """Drop what a run's config.yaml records but nobody typed, so that other overrides derive new values."""
+    """Drop values that a run's config.yaml records although nobody typed them, so that new overrides derive new
+    ones."""
     found.fingerprint = fingerprint(build(Config, nested(found.keys)))
     found.run = found.keys.pop("run.name", None)
     found.title = re.sub(r"-[0-9a-f]{8}$", "", found.run or found.title)[:LONGEST_TITLE]
@@ -121,7 +122,7 @@ def _drop_derived(found: Start) -> None:
 
 
 def folder_mistakes(folder: Path) -> list[str]:
-    """Mistakes in the folder of --config-dir, apart from the contents of its files."""
+    """Error messages about the folder given by --config-dir, except about the contents of its files."""
     known = (*groups(), SWEEP)
     layout = f"it should hold files GROUP/CHOICE.yaml, where GROUP is one of {', '.join(known)}"
     if not folder.is_dir():
@@ -140,9 +141,9 @@ def folder_mistakes(folder: Path) -> list[str]:
 
 
 def choice_mistakes(group: str, choice: str, folders: tuple[Path, ...], within: tuple[str, ...] = ()) -> list[str]:
-    """Mistakes in the file of a choice in `folders`, and in the files that its defaults list names.
+    """Error messages about the file for `choice` in `folders`, and about the files named in its defaults list.
 
-    `within`: the choices of `group` whose defaults lists led here."""
+    `within`: the choices of `group` whose defaults lists led to this choice."""
     path = next((path for folder in folders if (path := folder / group / f"{choice}.yaml").is_file()), None)
     if path is None:
         return []
