@@ -94,8 +94,8 @@ class Run:
         self.kind = (f"ReLU + L1, {spelled(self.coefficient)}" if self.coefficient else "ReLU") if self.relu else "SiLU"
 
     def dead(self, row: Row | None = None) -> float | None:
-        """The fraction of dead neurons at a row, by default the last; None before sparsity.dead_after_tokens, and for
-        SiLU."""
+        """The fraction of dead neurons at `row` (default: the last row). None before sparsity.dead_after_tokens, and
+        for SiLU."""
         row = row or self.last
         if row["dead_per_layer"] is None or row["tokens"] < self.dead_after:
             return None

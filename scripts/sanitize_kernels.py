@@ -30,9 +30,9 @@ from sparsellm.ops import Plan, borders, build, feedforward
 from sparsellm.ops.borders import MANY_TOKENS
 from sparsellm.ops.feedforward import forward
 
-# Numbers of tokens for which different kernels run: gate_pack up to 16 tokens, gate_pack and the row engine up to 64,
-# the row engine up to 1,535. Calls of at least ORDERED_TOKENS tokens order them; the policy orders only larger calls,
-# which would take too long here.
+# Token counts for which different kernels run: gate_pack up to 16 tokens, gate_pack and the row engine up to 64, the
+# row engine up to 1,535. Here, calls with at least ORDERED_TOKENS tokens order their tokens; the policy does so only in
+# larger calls, which would take too long here.
 CASES = [(m, gated) for m in (300, 16, 48, 100) for gated in (True, False)] + [(1600, True)]
 FEW_TOKENS = 128  # maximum tokens per case in the part "few"
 ORDERED_TOKENS = 1024

@@ -24,7 +24,7 @@ INTERRUPTED = 128 + signal.SIGINT
 
 
 def main() -> None:
-    """The program `sparsellm`."""
+    """The entry point of the program `sparsellm`."""
     command, *arguments = sys.argv[1:] or HELP
     if command == "--version":
         _show(f"sparsellm {metadata.version('sparsellm')}")
@@ -104,7 +104,7 @@ def _interruptible(command: str, arguments: list[str], program: str) -> int:
             end_at_once(signal.SIGINT, None)
         say_dropped(dropped)
 
-    heard = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # False for a background process
+    heard = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a background process may ignore SIGINT
     try:
         # During imports, SIGINT ends the process at once, because libraries turn KeyboardInterrupt into other errors.
         if heard:

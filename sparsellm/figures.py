@@ -118,8 +118,8 @@ def chance_line(axes: Axes, level: float, label: str) -> None:
 
 
 def broken(axes: Axes, at: float) -> None:
-    """Mark an axis break: two slanted strokes at the fraction `at` of the x axis. There is no scale to
-    the left of the break."""
+    """Mark an axis break: two slanted strokes at the fraction `at` of the x axis. There is no scale to the left
+    of the break."""
     gap = 0.008
     axes.plot([at - gap, at + gap], [0, 0], transform=axes.transAxes, color="white", linewidth=2.5, clip_on=False,
               zorder=10)  # fmt: skip

@@ -26,7 +26,7 @@ ROWS = {
     "arc_easy": 2_376, "arc_challenge": 1_172, "hellaswag": 10_042, "openbookqa": 500, "piqa": 1_838,
     "winogrande": 1_267, "commonsense_qa": 1_221,
 }  # fmt: skip
-FIELDS = {  # the field at the start of a request
+FIELDS = {  # task -> the field with which a request starts
     "arc_easy": "question", "arc_challenge": "question", "hellaswag": "activity_label", "openbookqa": "question_stem",
     "piqa": "goal", "winogrande": "sentence", "commonsense_qa": "question",
 }  # fmt: skip

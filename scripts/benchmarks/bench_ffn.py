@@ -55,13 +55,13 @@ class Step(NamedTuple):
     """The inputs of one forward and backward pass."""
 
     leaves: list[Tensor]  # x and the weights, bfloat16, with requires_grad
-    dy: Tensor  # [M, K], the dtype of x
+    dy: Tensor  # [M, K], same dtype as x
     dl1: Tensor  # 0-d float32
 
 
 @cache
 def compiled(gated: bool, ours: bool = False) -> Callable:
-    """Dense PyTorch's layer, or the operator's traced reference, compiled."""
+    """The dense PyTorch layer, compiled; with ours=True, the operator's traced reference, compiled."""
     return torch.compile(operator(gated, None) if ours else dense_layer(gated), dynamic=False)
 
 
@@ -236,7 +236,7 @@ def saved_by(forward: Callable[..., Tensor | FeedForwardOutput], leaves: list[Te
     """Bytes that forward saves for backward, except the leaves. A storage that is saved twice counts once."""
     found = {}
 
-    @torch.compiler.disable  # otherwise torch.compile would trace this hook as a part of a compiled forward
+    @torch.compiler.disable  # otherwise torch.compile would trace this hook as part of a compiled forward
     def keep(tensor: Tensor) -> Tensor:
         found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
@@ -323,7 +323,7 @@ def summary(results: list[dict]) -> None:
             if name not in (*BASES, *GATES):
                 line[name] = harness.cell(row.get("speedup"), ".2f")
         line["auto"] = f"{result['auto']} {line.pop('auto: ' + result['auto'])}"
-        line["worst error"] = f"{torch.tensor(ratios).max():.2f}" if ratios else "-"  # a NaN is the worst
+        line["worst error"] = f"{torch.tensor(ratios).max():.2f}" if ratios else "-"  # NaN if any ratio is NaN
         if result["training"]:
             line["saved MiB: dense"] = harness.cell(dense.get("saved_mib"), ".0f")
             line["tile's"] = harness.cell(by["tile"].get("saved_mib"), ".0f")

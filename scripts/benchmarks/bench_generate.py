@@ -48,13 +48,13 @@ from sparsellm.ops import Engine, backend
 from sparsellm.runs.locate import locate
 
 MODES = ("eager", "static", "ours")
-WARMUP = 2  # whole calls that are not timed
+WARMUP = 2  # number of untimed calls before the timed ones
 Call = Callable[[int], object]  # takes the number of new tokens to generate per sequence
 
 
 class Case(NamedTuple):
     mode: str
-    batch: int  # sequences
+    batch: int  # number of sequences
     context: int  # tokens per prompt
 
 

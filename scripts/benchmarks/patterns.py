@@ -40,7 +40,7 @@ PATTERNS = (*SYNTHETIC, *RECORDED, "layer4gate")
 WEIGHT_STD = 0.02
 DEAD = 0.3  # fraction of synthetic neurons that never fire
 RATE_SIGMA = 1.5  # sigma of the other neurons' lognormal rates
-RATE_CAP = 0.5  # the largest of these rates
+RATE_CAP = 0.5  # maximum of the other neurons' rates
 TOKEN_SIGMA = 0.3  # a token's z is scaled by exp(0.3 n) with a standard normal n (see `synthetic`)
 NEVER = 40.0  # threshold for neurons that never fire, in standard deviations of z
 
@@ -82,7 +82,7 @@ class MissingRecording(ValueError):
 
 
 def layers_file(activations: Path) -> Path:
-    """The path of the file of recorded layers in a folder. Raises MissingRecording unless there is exactly one."""
+    """The path of the recorded-layers file in a folder. Raises MissingRecording unless there is exactly one."""
     found = sorted(activations.glob(LAYERS))
     if len(found) == 1:
         return found[0]
@@ -306,7 +306,7 @@ def fit(firing: Tensor, width: int, seed: int = 0, steps: int = 600) -> Fitted:
     compute = torch.bfloat16 if firing.is_cuda else torch.float32
     generator = torch.Generator(device).manual_seed(seed)
     sign = torch.where(firing, 1.0, -1.0).to(compute)
-    weight = torch.where(firing, -FIT_BALANCE, 1.0).to(compute)  # weight of the gradient, including its sign
+    weight = torch.where(firing, -FIT_BALANCE, 1.0).to(compute)  # gradient weight, including the sign
     rates = firing.float().mean(0)
 
     directions = F.normalize(torch.randn((neurons, width), device=device, generator=generator), dim=1)

@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     def random_text(sequences: int, seed: int) -> torch.Tensor:
         tokens = shaped_models.random_text(sequences, args.length, model.vocab_size, device, args.locality, seed)
-        return tokens.clamp_(min=1)  # id 0 ends a text
+        return tokens.clamp_(min=1)  # id 0 is the end-of-text token
 
     sequences = -(-shaped_models.CALIBRATION // args.length)
     with tempfile.TemporaryDirectory() as folder:

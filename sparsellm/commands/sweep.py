@@ -58,7 +58,7 @@ def run(sweep: Sweep) -> int:
     trained, several = sum(point.is_finished() for point in sweep.points), len(sweep.slots) > 1
     print(f"{sweep.folder}: {count} run{'s' * (count > 1)}, {trained} of them trained")
     progress = Progress(sweep.points) if several else None
-    working: dict[int, tuple[int, Work[str | None]]] = {}  # slot -> (index of the point, its work)
+    working: dict[int, tuple[int, Work[str | None]]] = {}  # slot -> (index of the point, work in progress)
     with Launcher(shown=not several) as launcher:
         while working or (waiting and launcher.signal is None):
             for slot, environment in enumerate(sweep.slots):
@@ -111,7 +111,7 @@ def do(sweep: Sweep, point: Point, launcher: Launcher, environment: dict[str, st
     log = sweep.log(point)
     if point.is_finished():
         run_folder.tidy(point.folder)
-        if not run_report.is_drawn(point.folder, point.checkpoint):  # training was killed while drawing the report
+        if not run_report.is_drawn(point.folder, point.checkpoint):  # training was killed before all plots were drawn
             run_report.finish(point.config, point.folder)
     with (yield from launcher.claim(log)) as file:
         steps = [] if point.is_finished() else [("training", commands.train(sweep, point))]

@@ -1,7 +1,7 @@
 """Configuration of every command: keys and defaults, validation rules, and command-line parsing.
 
-Other packages import from here: every public name of the modules below, and the names of `_LATER`, whose modules import
-Hydra, which is slow.
+Other packages import from here: every public name in the modules below, and the names in `_LATER`, whose modules are
+imported on first use, because they import Hydra, which is slow.
 """
 
 import importlib

@@ -19,7 +19,7 @@ FOLDER = Path(__file__).parents[1] / "commands"
 
 @dataclass(frozen=True)
 class Keys:
-    """Keys that a command accepts: those of a schema, or of some of its groups, with an optional prefix."""
+    """Keys that a command accepts: all keys in a schema, or those in some of the schema's groups. May have a prefix."""
 
     schema: type
     groups: tuple[str, ...] | None = None  # None: all groups
@@ -29,7 +29,7 @@ class Keys:
 @dataclass(frozen=True)
 class Command:
     usage: str  # arguments, as shown in the help text
-    keys: tuple[Keys, ...]  # the first entry has the schema of the command's configuration
+    keys: tuple[Keys, ...]  # the first entry's schema is the command's configuration
     mistakes: Callable[[Any], list[str]] | None  # checks the configuration; None: `sweep` checks each run instead
     of_ranks: bool = False  # whether the command runs on all ranks under torchrun, or starts commands that do
     prints_result: bool = False  # whether the result is what it prints, so that a closed output ends the command

@@ -59,7 +59,7 @@ class Composition(Generic[AnyConfig]):
     """The result of composing a command line."""
 
     config: AnyConfig  # composed without the refused overrides
-    mistakes: list[str]  # refused overrides, each with its remedy
+    mistakes: list[str]  # error messages for refused overrides, with remedies
     notes: list[str]  # values that are neither typed nor defaults, and why
     choices: dict[str, str | None]  # group -> choice; None for experiment=null
     overrides: list[str]  # the command line, with each option as one string: --OPTION=VALUE
@@ -284,7 +284,7 @@ def _joined(experiment: str | None, groups: list[str], keys: list[tuple[str, Any
     parts, shown = list(groups), list[str]()
     for key, value in keys:
         spelled = f"{value:g}".replace("+", "") if isinstance(value, float) else str(value).lower()
-        if re.fullmatch(r"[\w.-]{1,20}", spelled, re.ASCII):  # not paths and lists
+        if re.fullmatch(r"[\w.-]{1,20}", spelled, re.ASCII):  # leaves out paths and lists
             parts.append(f"{key}_{spelled}")
     for part in dict.fromkeys(parts):
         if len("-".join([*shown, part])) <= NAME_PARTS:

@@ -34,8 +34,8 @@ PATHS = (
     "evaluation.data_dir", "export", "init_from", "output_dir", "recordings", "run.name", "run.root", "sweep.name",
     "sweep.root", "text",
 )  # fmt: skip
-LARGEST, DEEPEST = 1_000_000, 16  # limits of a YAML file: characters, and nesting depth
-LONGEST_NAME = 255  # bytes of a file name on Linux
+LARGEST, DEEPEST = 1_000_000, 16  # limits for a YAML file: characters, and nesting depth
+LONGEST_NAME = 255  # maximum bytes in a file name on Linux
 URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*(\w+)\s*(?:,\s*([^{}]*?)\s*)?\}")  # groups: NAME, default
 
@@ -45,7 +45,7 @@ class Options:
     """The options on a command line."""
 
     texts: list[str] = field(default_factory=list)  # as --OPTION=VALUE
-    config: Path | None = None  # a file whose values come before the overrides
+    config: Path | None = None  # a file with values that the overrides may replace
     folders: tuple[Path, ...] = ()  # folders with choices in addition to those in configs/
 
 
@@ -159,7 +159,7 @@ def _set(typed: Typed, name: str, raw: str, schema: type) -> None:
 
 
 def unknown(name: str, raw: str, schema: type) -> str:
-    """The message for a `name`, with the value `raw`, that is neither a key of `schema` nor a group."""
+    """The error message for `name`, typed with the value `raw`, which is neither a key of `schema` nor a group."""
     grouped = schema is Config and "." not in name
     group = difflib.get_close_matches(name, groups(), n=1, cutoff=0.75) if grouped else []
     return f"{name} is not a key: did you mean {group[0]}={raw}?" if group else unknown_key(name, schema)
@@ -225,7 +225,7 @@ def mapping(text: str) -> dict[str, Any]:
     try:
         if (why := _bomb(text)) is None:
             values = OmegaConf.to_container(OmegaConf.create(text))
-    except Exception as error:  # YAML and OmegaConf raise many kinds of exceptions for odd content
+    except Exception as error:  # YAML and OmegaConf raise many kinds of exceptions for bad content
         raise ValueError(f"it is not YAML: {' '.join(str(error).split())[:200]}") from error
     if why is not None:
         raise ValueError(why)

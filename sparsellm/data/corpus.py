@@ -129,7 +129,7 @@ def find_files(data: DataConfig) -> Files:
         if mistakes:
             raise DataError("; ".join(mistakes))
         return files
-    from datasets import load_dataset_builder  # slow to import: a second, with pandas
+    from datasets import load_dataset_builder  # slow to import: a second, because it imports pandas
 
     name = ", ".join(filter(None, (data.dataset, data.subset, data.revision)))
     require_hub(data)

@@ -103,7 +103,7 @@ def _items(iterator: Iterator[Any], loader: DataLoader) -> Iterator[Any]:
             # The connection to a killed worker fails before the worker counts as ended, so wait until it does.
             dead = multiprocessing.connection.wait([worker.sentinel for worker in workers], timeout=2)
             if ended := [worker for worker in workers if worker.sentinel in dead]:
-                ended[0].join(2)  # the exit code is known a moment after the sentinel
+                ended[0].join(2)  # the exit code is set a moment after the sentinel
                 raise DataError(_why_ended(ended[0], loader.num_workers)) from error
             raise
         yield item

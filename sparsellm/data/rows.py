@@ -253,7 +253,7 @@ def _head(records: Iterator[_Record], file: str, text_column: str) -> Iterator[R
     """The rows up to the first one with a text, or those in the first HEAD bytes. Raises DataError if these rows show
     that the column is missing or holds something other than text."""
     head: list[Row] = []
-    seen: dict[str, Any] = {}  # the columns so far, each with a value if there was one
+    seen: dict[str, Any] = {}  # columns seen so far, each with a sample value if there was one
     size = 0
     for row, value, length in records:
         head.append(row)
@@ -338,7 +338,7 @@ def _line(line: bytes, file: str, text_column: str) -> _Record | None:
     try:
         try:
             text = content.decode()
-        except UnicodeDecodeError as error:  # invalid bytes in another column do no harm
+        except UnicodeDecodeError as error:  # harmless if the invalid bytes are in another column
             text, broken = content.decode(errors="surrogateescape"), error
         value = json.loads(text)
         row = _row(value, text_column)

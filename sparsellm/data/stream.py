@@ -53,7 +53,7 @@ class TokenStream:
     """One rank's endless stream of training sequences."""
 
     files: corpus.Files
-    ends: dict[str, str]  # `corpus.ends` of `files`
+    ends: dict[str, str]  # result of `corpus.ends(files)`
     text_column: str
     tokenizer_folder: Path
     validation_fraction: float

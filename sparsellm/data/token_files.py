@@ -18,7 +18,7 @@ def cut(folder: Path, manifest: Manifest, held_out: int) -> None:
     trained, kept = manifest.train.tokens, manifest.tokens - held_out
     paths = {(split, kind): folder / f"{split}.{kind}" for split in SPLITS for kind in ("tokens", "documents")}
 
-    # Either the training tokens after the cut or the held-out tokens before the cut are empty.
+    # At least one of the two is empty: the training tokens after the cut, or the held-out tokens before the cut.
     itemsize = np.dtype(manifest.token_dtype).itemsize
     after = np.fromfile(paths["train", "tokens"], manifest.token_dtype, offset=min(kept, trained) * itemsize)
     held = np.fromfile(paths["validation", "tokens"], manifest.token_dtype)

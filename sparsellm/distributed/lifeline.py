@@ -281,7 +281,7 @@ class Lifeline:
                 connection.sendall(f"{line}\n".encode())
 
     def _end(self) -> None:
-        self._lock.acquire()  # only one thread reports
+        self._lock.acquire()  # never released, so that only one thread reports
         write_now(f"sparsellm: rank {self.rank} exits: {self._lost}. Run the same command to resume\n")
         os._exit(1)
 

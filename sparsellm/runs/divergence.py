@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 SPAN = 100  # number of steps covered by the median
 LEAST = 5  # minimum number of rows in the median; with fewer, nothing counts as divergence
-NATS = 1.0  # dense models that become sparse, or restart with a warm-up, lose up to 0.4 for a while (docs/results)
+NATS = 1.0  # when dense models become sparse, or restart with a warm-up, the loss rises by up to 0.4 (docs/results)
 DEVIATIONS = 10  # a loss over few tokens per step is noisy, so its range is wider
 
 
@@ -59,7 +59,7 @@ class LossRange:
         if len(values) < LEAST:
             return False
         lower = self.ce < self.best.ce
-        if lower or self.deviation is None:  # the first row, if low by chance, stays the best and needs a deviation
+        if lower or self.deviation is None:  # None as long as the first row, low by chance, is the best
             self.deviation = noise(values)
         if lower:
             self.best = Best(step, self.ce)

@@ -39,7 +39,7 @@ from sparsellm.system.files import unused, write_whole
 
 METRICS = "metrics.jsonl"
 NAMED = "validation_ce/"  # the key validation_ce/NAME is the held-out cross entropy of the data.mix source NAME
-LONGEST_ROW = 1 << 24  # bytes; a row of 100 layers has about 10,000, and `history` stops reading at a longer line
+LONGEST_ROW = 1 << 24  # bytes; a row for 100 layers has about 10,000. `history` stops reading at a longer line.
 NAMED_PROBLEMS = 3  # maximum number of problems listed for a damaged file
 
 
@@ -294,7 +294,7 @@ class MetricsError(SparsellmError, RuntimeError):
 
 
 class Saved(NamedTuple):
-    """The extent of metrics.jsonl when a checkpoint was saved; stored in the checkpoint under "metrics"."""
+    """Size and checksum of metrics.jsonl when a checkpoint was saved; stored in the checkpoint under "metrics"."""
 
     bytes: int
     xxh3: str  # checksum of the first `bytes` bytes
@@ -354,8 +354,8 @@ def history(
 ) -> History:
     """The rows in a metrics.jsonl file, and the problems found.
 
-    `saved`: the extent of the file when a checkpoint was saved. `needed`: keys that every row must have. `layers`: the
-    length that every list of a row must have. A missing file has no rows, and is a problem only if rows were saved.
+    `saved`: the file's size and checksum when a checkpoint was saved. `needed`: keys that every row must have.
+    `layers`: the length that every list in a row must have. A missing file is a problem only if `saved` is not None.
     """
     rows: list[dict[str, Any]] = []
     problems: list[str] = []

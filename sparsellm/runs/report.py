@@ -173,7 +173,7 @@ def is_drawn(folder: Path, checkpoint: Path) -> bool:
 
 
 def saved_rows(checkpoint: Path) -> Saved | None:
-    """The extent of metrics.jsonl when `checkpoint` was saved; None if the checkpoint does not record it."""
+    """Size and checksum of metrics.jsonl when `checkpoint` was saved; None if the checkpoint does not record them."""
     try:
         saved = Saved(**json.loads(regular.content(checkpoint / STATE / VALUES))["metrics"])
     except (OSError, ValueError, KeyError, TypeError):  # values.json is missing or damaged

@@ -95,7 +95,7 @@ class WandbRun:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         try:
             Path.home()
-        except RuntimeError:  # wandb looks for settings there, but a user id without a passwd entry has no home
+        except RuntimeError:  # wandb needs a home folder; a user id without a passwd entry has none
             os.environ["HOME"] = tempfile.gettempdir()
         attempts = [("offline", False), ("offline", True)]
         if mode == WandbMode.online:
@@ -127,7 +127,7 @@ class WandbRun:
         if self._run is None:
             return
         self._look_for_growth()
-        # Pass the step: a resumed offline run would count from 0 again.
+        # Pass the step, because otherwise a resumed offline run would count from 0 again.
         self._attempt(lambda: self._run.log(scalars(row), step=row["step"]))
 
     def alert(self, title: str, text: str) -> None:

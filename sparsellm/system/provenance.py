@@ -37,7 +37,7 @@ def _command(argv: list[str], ranks: int) -> str:
 
 
 def _machine() -> str:
-    """ "2 x NVIDIA H100 80GB HBM3, 32 CPU cores, driver 580.159.04"; only "32 CPU cores" without a GPU.
+    """For example "2 x NVIDIA H100 80GB HBM3, 32 CPU cores, driver 580.159.04"; without a GPU only "32 CPU cores".
 
     Queries NVML instead of torch, which would create a CUDA context and take memory from the runs of a sweep.
     """

@@ -46,7 +46,7 @@ def itself(name: str, flags: int) -> int:
 
 
 def _regular(name: str, flags: int) -> int:
-    # O_NONBLOCK keeps the open of a FIFO from blocking; it has no effect on regular files.
+    # O_NONBLOCK keeps `os.open` from blocking on a FIFO; it has no effect on regular files.
     truncated = flags & os.O_TRUNC
     try:
         descriptor = os.open(name, (flags & ~os.O_TRUNC) | os.O_NONBLOCK, 0o666)

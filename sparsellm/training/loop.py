@@ -354,7 +354,7 @@ class Trainer:
         return len(self.data.validation) > 0 and self._due(self.config.logging.validation_every)
 
     def _put_row(self, log: RunLog) -> None:
-        """Write the waiting row to all outputs of `log`."""
+        """Write the row in `self.row` to all outputs of `log`."""
         row, self.row = self.row, None
         assert row is not None
         log.failed_save(self.checkpoints.failure())

@@ -70,7 +70,7 @@ class StepMemory:
     model: ModelConfig
     activation: Activation
     runtime: RuntimeConfig
-    share: int  # sequences of a step on one rank
+    share: int  # sequences per step on one rank
     sequence_length: int
     world_size: int = 1
     sharing: Sharing = UNSHARED

@@ -179,7 +179,7 @@ class MicroBatch:
         return [None] * self.memory.model.num_layers if self.plans is None else self.plans.plans
 
     def ffn_saved_bytes(self) -> int | None:
-        """Bytes that the feedforward layers save with the current size and plans, as in StepMemory."""
+        """The result of `StepMemory.ffn_saved_bytes` for the current size and plans."""
         return self.memory.ffn_saved_bytes(self.size, self._plans())
 
     def usage(self, size: int, memory: StepMemory | None = None) -> Usage:

@@ -92,7 +92,7 @@ class Reinitialization:
         blocks: list[Any] = [layer.mlp for layer in decoder.layers]
         self.weights: list[Tensor] = [(mlp.gate_proj if model.gated else mlp.up_proj).weight for mlp in blocks]
         size, device = (model.num_layers, model.intermediate_size), self.weights[0].device
-        self.drawn_at = torch.zeros(size, dtype=torch.int64, device=device)  # training tokens before each row's draw
+        self.drawn_at = torch.zeros(size, dtype=torch.int64, device=device)  # training tokens at each row's last draw
         self.count = torch.zeros(size[0], dtype=torch.int64, device=device)  # rows drawn so far, by layer
 
     def due(self, step: int) -> bool:

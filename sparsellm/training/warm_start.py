@@ -60,7 +60,7 @@ def adopt(config: Config, typed: Sequence[str] = ()) -> list[str]:
 def _find_its_tokens(data: DataConfig, model: str) -> None:
     """If the tokens in data.path were made with `model`'s tokenizer under another name, for example by the run that
     trained `model`, use that name. Changes `data`."""
-    with suppress(DataError):  # opening the data reports the error
+    with suppress(DataError):  # the error is reported when the data is opened
         ready = None if data.streaming else manifest.read(data.folder)
         if ready is not None and ready.tokenizer_hash in tokenizer.digests(tokenizer.load(model, "init_from")):
             data.tokenizer = ready.recipe.get(tokenizer.KEY)
@@ -70,7 +70,8 @@ def _find_its_tokens(data: DataConfig, model: str) -> None:
 def _disagreements(name: str, model: ModelConfig, typed: list[str]) -> list[str]:
     """Error messages for typed values of model.* that differ from `model`, the architecture of init_from=`name`."""
     theirs = flat({"model": to_dict(model)})
-    meant = theirs | {"model.num_key_value_heads": model.kv_heads, "model.head_dim": model.head_width}  # null's meaning
+    # `meant`: the same, with the values that null stands for.
+    meant = theirs | {"model.num_key_value_heads": model.kv_heads, "model.head_dim": model.head_width}
     return [
         f"{key} is {value!r}, but init_from={name} has {theirs[key]!r}: leave it out, because init_from decides it"
         for key, value in typed_values(typed).items()
@@ -197,8 +198,8 @@ def send(weights: dict[str, Tensor], model: Decoder, ranks: Ranks) -> None:
 
 @contextmanager
 def source(key: str, name: str) -> Iterator[Checkpoint]:
-    """Locates the model `name`, the value of `key`. The context is offline if the model is local or the hub does not
-    answer, and raises ConfigError if the model does not exist or cannot be read."""
+    """Context manager that locates the model `name`, the value of `key`. The block runs offline if the model is local
+    or the hub does not answer. Raises ConfigError if the model does not exist or cannot be read."""
 
     def refusal(said: str) -> ConfigError:
         return ConfigError([said.replace("checkpoint=", f"{key}=", 1)])  # `locate` names the key `checkpoint`
