@@ -183,7 +183,10 @@ class Evaluation:
             raise EvaluationError(unreadable(self.checkpoint, error)) from error
         if opened.output != self.request.output:
             others = " and ".join(sorted(dtypes(self.request.output, identity)))
-            warn(f"{self.request.output} has scores in {others}: those in {opened.output.name} go to {opened.output}")
+            warn(
+                f"{self.request.output} has scores in {others}: scores in {opened.output.name} are written to"
+                f" {opened.output}"
+            )
         self._make(opened.output)
         return identity, opened
 

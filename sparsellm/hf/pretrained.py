@@ -87,7 +87,9 @@ def read_config(path: str | Path) -> Any:
                     f"{path} holds {file.name}, {what}: its weights should be {WEIGHTS}; remove {file.name}"
                 )
         if not Path(path, "config.json").is_file():
-            raise BrokenModel(f"{path} holds no config.json: give a Hugging Face folder, such as hf/ in a checkpoint")
+            raise BrokenModel(
+                f"{path} contains no config.json: pass a Hugging Face folder, such as hf/ in a checkpoint"
+            )
     given = _config_json(path)
     if wrong := _wrong_numbers(given):  # before transformers builds, for example, a list of all layers
         raise BrokenModel(f"config.json of {path} has {'; '.join(wrong)}; {REMEDY}")
@@ -344,7 +346,7 @@ def verify_files(folder: Path, config: Any) -> list[str]:
         if strange := [name for name in files if Path(name).name != name]:
             raise BrokenModel(f"{INDEX} of {folder} names files that are not in it: {listed(strange, NAMED)}; {REMEDY}")
     else:
-        raise BrokenModel(f"{folder} holds no {WEIGHTS} and no {INDEX}: other formats are not read; {REMEDY}")
+        raise BrokenModel(f"{folder} contains no {WEIGHTS} and no {INDEX}: other formats are not read; {REMEDY}")
     held: dict[str, torch.Tensor] = {}
     quantized = getattr(config, "quantization_config", None) is not None
     for name in files:

@@ -171,7 +171,7 @@ class SparseFeedForward(nn.Module):
         if self.in_training is None or self.in_training.last is None:
             raise RuntimeError(
                 "this layer has no call with gradients yet: it should be called outside of torch.no_grad, checkpointed"
-                " with use_reentrant=False, and made by sparsellm.accelerate(model, training=True) or by its sizes"
+                " with use_reentrant=False, and made by sparsellm.accelerate(model, training=True) or from its sizes"
             )
         return self.in_training.last
 

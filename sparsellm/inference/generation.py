@@ -221,14 +221,14 @@ class Generator:
                 f"the prompts have {lengths} tokens: there should be at least one prompt, with at least one token each"
             )
         if len(lengths) > MOST_PROMPTS:
-            raise ValueError(f"there are {len(lengths):,} prompts: it should be at most {MOST_PROMPTS:,} per call")
+            raise ValueError(f"{len(lengths):,} prompts were passed: pass at most {MOST_PROMPTS:,} per call")
         if new_tokens < 1:
             raise ValueError(f"new_tokens is {new_tokens}: it should be at least 1")
         context, vocabulary = self.config.context_length, self.config.vocab_size
         if max(lengths) + new_tokens > context:
             raise ValueError(
                 f"a prompt of {max(lengths):,} tokens and {new_tokens:,} new ones exceed the model's context of"
-                f" {context:,}: shorten the prompt, or ask for fewer new tokens"
+                f" {context:,}: shorten the prompt, or request fewer new tokens"
             )
         for token in (min(map(min, prompts)), max(map(max, prompts))):
             if not 0 <= token < vocabulary:

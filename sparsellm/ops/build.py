@@ -99,7 +99,7 @@ def _load(path: Path) -> None:
     for name, ours in (("few tokens", borders.FEW_TOKENS), ("many tokens", borders.MANY_TOKENS)):
         if (theirs := torch.ops.sparsellm_cuda.limit(name)) != ours:
             raise KernelsUnavailable(
-                f"the kernels' limit of {name} is {theirs:,}: it should be {ours:,}, as in sparsellm/ops/borders.py"
+                f"the kernels' limit for {name} is {theirs:,}: it should be {ours:,}, as in sparsellm/ops/borders.py"
             )
 
 

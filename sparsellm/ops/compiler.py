@@ -113,7 +113,9 @@ def _sources() -> list[Path]:
     """The path of every source, relative to KERNELS."""
     sources = sorted(p.relative_to(KERNELS) for p in KERNELS.rglob("*") if p.suffix in SOURCES)
     if not any(p.suffix == ".cu" for p in sources):
-        raise KernelsUnavailable(f"{KERNELS} holds no .cu file, so the installation is incomplete: reinstall sparsellm")
+        raise KernelsUnavailable(
+            f"{KERNELS} contains no .cu file, so the installation is incomplete: reinstall sparsellm"
+        )
     return sources
 
 

@@ -187,7 +187,7 @@ def first_order(
     second derivatives produce such gradients. Ignoring them would give wrong results, so this function raises
     RuntimeError. (Compiled code passes zeros, and refuses second derivatives itself.)"""
     if not torch.compiler.is_compiling() and any(gradient is not None for gradient in of_others):
-        raise RuntimeError("the feedforward operator was differentiated twice: it has first derivatives only")
+        raise RuntimeError("the feedforward operator was differentiated twice: it supports only first derivatives")
     return torch.zeros_like(x) if dy is None else dy, x.new_zeros(()) if dl1 is None else dl1
 
 

@@ -78,7 +78,7 @@ def _measure(
     try:
         with torch.cuda.device(device), torch.autocast(device.type, enabled=False):
             if most < measure.TRAINING_SIZES[0]:
-                raise torch.OutOfMemoryError(f"{device} has not enough free memory")
+                raise torch.OutOfMemoryError(f"{device} does not have enough free memory")
             layer = Layer(width, neurons, most, device, torch.bfloat16)
             title = f"measuring layers of {width} x {neurons}"
             with progress(title, measure.steps(kernels), "step", shown=sys.stderr.isatty()) as advance:

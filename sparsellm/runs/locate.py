@@ -159,7 +159,7 @@ def _located(name: str) -> Checkpoint:
         return _of_run(path)
     if not (path / "config.json").is_file():
         raise CheckpointNotFound(
-            f"checkpoint={name} holds no model: it should have {CHECKPOINTS}/ (a run), {HF}/ (a checkpoint) or"
+            f"checkpoint={name} contains no model: it should have {CHECKPOINTS}/ (a run), {HF}/ (a checkpoint) or"
             " config.json (a Hugging Face folder)"
         )
     inside = path.resolve().parent

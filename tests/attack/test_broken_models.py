@@ -58,7 +58,7 @@ BROKEN = {  # what: (damage, what the refusal names)
     "weights cut in their header": (cut(WEIGHTS, 0.01), WEIGHTS),
     "empty weights": (content(WEIGHTS, b""), WEIGHTS),
     "garbage weights": (content(WEIGHTS, random.Random(SEED).randbytes(4000)), WEIGHTS),
-    "no weights": (lambda folder: (folder / WEIGHTS).unlink(), f"holds no {WEIGHTS}"),
+    "no weights": (lambda folder: (folder / WEIGHTS).unlink(), f"contains no {WEIGHTS}"),
     "a lost shard": (sharded(lost=True), "model-00002-of-00002"),
     "an index that names a tensor too many": (sharded(lambda index: index.update(x=index[NORM])), "missing: x"),
     "an index that names a tensor too few": (sharded(lambda index: index.pop(NORM)), f"not where .* says: {NORM}"),
@@ -67,7 +67,7 @@ BROKEN = {  # what: (damage, what the refusal names)
         lambda folder: [sharded()(folder), content(f"{WEIGHTS}.index.json", b"{")(folder)], "index.json",
     ),
     "a pickle in place of the weights": (
-        lambda folder: (folder / WEIGHTS).rename(folder / "pytorch_model.bin"), f"holds no {WEIGHTS}",
+        lambda folder: (folder / WEIGHTS).rename(folder / "pytorch_model.bin"), f"contains no {WEIGHTS}",
     ),
     "an adapter": (content("adapter_config.json", b"{}"), "holds adapter_config.json"),
     "garbage config.json": (content("config.json", b"\xff\xfe"), "config.json"),

@@ -412,7 +412,7 @@ def test_scores_in_another_dtype_go_to_a_folder_of_their_own(run, rows, monkeypa
     capsys.readouterr()
     found = evaluated(Dtype.auto, "winogrande")
     said = capsys.readouterr().err
-    assert f"sparsellm: {base} has scores in float32: those in bfloat16 go to {base}/bfloat16\n" in said
+    assert f"sparsellm: {base} has scores in float32: scores in bfloat16 are written to {base}/bfloat16\n" in said
     assert "sparsellm: dtype bfloat16 (as the run trained), kernels none (they need a CUDA GPU)\n" in said
     assert list(found["tasks"]) == ["winogrande"]
     assert found == json.loads((base / "bfloat16/results.json").read_text())

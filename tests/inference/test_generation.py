@@ -140,7 +140,7 @@ def test_one_text_is_not_taken_for_prompts_of_one_character():
 
 
 def test_a_folder_without_a_model_as_a_runs_is_refused_with_what_to_give(tmp_path):
-    with pytest.raises(ValueError, match=r"holds no config\.json: give a Hugging Face folder, such as hf/ in a"):
+    with pytest.raises(ValueError, match=r"contains no config\.json: pass a Hugging Face folder, such as hf/ in a"):
         Generator.load(tmp_path)
 
 

@@ -300,7 +300,7 @@ def test_pips_nvcc_is_found_and_its_missing_headers_are_named(workshop, monkeypa
 
 def test_missing_sources_are_named(workshop):
     (workshop.kernels / "row" / "a b.cu").unlink()
-    with pytest.raises(KernelsUnavailable, match=r"holds no \.cu file"):
+    with pytest.raises(KernelsUnavailable, match=r"contains no \.cu file"):
         build.build()
 
 
