@@ -17,7 +17,7 @@ and the others continue.
 
 --firing gives all variants the same weights, shaped to fire a mean number of neurons per token, or at the `recorded`
 rates (shaped_models.py). These weights are frozen, so that sparsity does not change: the learning rate is 0, which also
-disables weight decay; the rest of a step is unchanged. --locality above 0 replaces the data by random texts whose
+disables weight decay; the rest of a step is unchanged. --locality above 0 replaces the data with random text whose
 neighbouring tokens share neurons: between 0.5 and 0.7, about as many as in recorded text.
 
 --soon makes plans decide every second step instead of every eighth, and runtime.micro_batch_size=auto grow at the first
@@ -337,7 +337,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"\n{ranks.world_size} x {name}, torch {torch.__version__}, {' '.join(args.overrides)}")
         if args.firing is not None:
             source = "lognormal" if args.activations is None else "recorded"
-            text = f"random texts of locality {args.locality:g}" if args.locality else "the run's data"
+            text = f"random text of locality {args.locality:g}" if args.locality else "the run's data"
             print(f"weights frozen, shaped to {source} rates, --firing {args.firing}; {text}")
         show(found)
         harness.write(args.json, {

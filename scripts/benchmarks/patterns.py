@@ -61,7 +61,7 @@ BASES = ("torch eager", "torch compiled")  # baselines: the same layer in dense 
 
 def add_locality(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--locality", type=float, default=0.0, help="0 to 1: how many neurons neighbouring tokens share in random texts"
+        "--locality", type=float, default=0.0, help="0 to 1: how many neurons neighbouring tokens share in random text"
     )
 
 

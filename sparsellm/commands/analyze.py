@@ -1,8 +1,8 @@
 """Measure where a checkpoint is sparse.
 
 recordings=FOLDER also writes which neurons are active, token by token: the input of scripts that take --activations
-FOLDER. One process, on a CPU or a GPU. Exit codes: 0 complete, 1 if the checkpoint cannot be analyzed, 2 for a refused
-configuration.
+FOLDER. Runs as one process, on a CPU or a GPU. Exit codes: 0 complete, 1 if the checkpoint cannot be analyzed, 2 for a
+refused configuration.
 """
 
 from pathlib import Path

@@ -1,7 +1,7 @@
 """Score a checkpoint on seven tasks and its held-out text.
 
 For a run's checkpoint, also computes the held-out loss. Alone or under torchrun. Exit codes: 0 if everything has a
-score, 1 if something has none (the rest is reported), 2 for a refused configuration, 130 when interrupted. export=DIR
+score, 1 if a score is missing (the rest is reported), 2 for a refused configuration, 130 when interrupted. export=DIR
 writes the tasks' rows instead, for data_dir=DIR on machines without a network.
 """
 

@@ -1,8 +1,9 @@
 """Generate text with a checkpoint.
 
 Streams the text. Without prompt=TEXT, every line of standard input is a prompt: all are continued in one batch, and
-each gives a line of JSON, {"prompt": ..., "text": ...}. One process, on a CPU or a GPU; on a GPU the feedforward layers
-run on the sparse kernels. Exit codes: 0 complete, 1 if the checkpoint cannot be read, 2 for a refused configuration.
+the output has a line of JSON per prompt, {"prompt": ..., "text": ...}. Runs as one process, on a CPU or a GPU, where
+the feedforward layers run on the sparse kernels. Exit codes: 0 complete, 1 if the checkpoint cannot be read, 2 for a
+refused configuration.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Tokenize documents to disk.
 
-Takes the keys of train, and prepares the tokens that such a run reads. Repeat the command to resume after a kill; it
-does nothing if all is done, and appends the missing tokens if more are asked for.
+Takes the keys of train, and prepares the tokens that a training run reads. Repeat the command to resume after a kill.
+It does nothing if all tokens exist, and appends the missing ones if more are requested.
 """
 
 import signal

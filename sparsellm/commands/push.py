@@ -218,7 +218,7 @@ def _branch(api: Any, config: PushConfig, folder: Path) -> tuple[str | None, boo
     if others and not config.overwrite:
         raise NotSent(
             f"repo={repo} has other files in its branch {config.revision}: {listed(others, NAMED)}. Give another repo,"
-            " a new branch (revision=NAME), or overwrite=true, which replaces everything in the branch by the files"
+            " a new branch (revision=NAME), or overwrite=true, which replaces everything in the branch with the files"
             " listed above; its history keeps the old files"
         )
     return found.sha, bool(others)

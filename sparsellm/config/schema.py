@@ -304,7 +304,7 @@ class EvaluationConfig:
     """Downstream tasks during training; keys shared with `evaluate` have the same meaning."""
 
     every: int = key(0, "Steps between evaluations; the last step is evaluated too. 0: never.", minimum=0)
-    tasks: list[str] = key([], "Tasks to score, out of the seven. Empty: all.")
+    tasks: list[str] = key([], "Tasks to score, among the seven. Empty: all.")
     data_dir: str | None = key(None, "Folder of task rows, DIR/TASK/SPLIT.jsonl or .parquet. null: the hub's rows.")
     limit: int | None = key(None, "Maximum rows per task. null: all.", minimum=1)
     batch_size: int | str = key("auto", "Sequences per forward pass and rank.", minimum=1)
@@ -379,7 +379,7 @@ class EvaluateConfig:
     checkpoint: str | None = key(
         None, "Model to evaluate (required): a run (its last checkpoint), a checkpoint, an hf/ folder or a hub name."
     )
-    tasks: list[str] = key([], "Tasks to score, out of the seven. Empty: all.")
+    tasks: list[str] = key([], "Tasks to score, among the seven. Empty: all.")
     data_dir: str | None = key(None, "Folder of task rows, DIR/TASK/SPLIT.jsonl or .parquet. null: the hub's rows.")
     export: str | None = key(None, "Folder to write the hub's rows to, for a data_dir elsewhere; scores nothing.")
     output_dir: str | None = key(
@@ -430,7 +430,7 @@ class GenerateConfig:
         None, "Model that generates (required): a run (its last checkpoint), a checkpoint, an hf/ folder or a hub name."
     )
     prompt: Verbatim | None = key(None, "Prompt. null: read one prompt per line from standard input.")
-    tokens: int = key(128, "Maximum number of new tokens; generation stops at the end of a text.", minimum=1)
+    tokens: int = key(128, "Maximum number of new tokens; generation stops at an end-of-text token.", minimum=1)
     temperature: float = key(0.8, "Sampling temperature. 0: greedy.", minimum=0)
     top_p: float = key(0.95, "Nucleus sampling threshold. 1: sample from all tokens.", above=0, maximum=1)
     seed: int = key(0, "Seed for sampling.")

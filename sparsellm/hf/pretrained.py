@@ -26,7 +26,7 @@ from sparsellm.system.errors import SparsellmError, listed
 T = TypeVar("T")
 
 NAMED = 4  # maximum number of tensors that a message lists per kind of damage
-REMEDY = "restore the checkpoint from its source, or give another one"
+REMEDY = "restore the checkpoint from its source, or choose another checkpoint"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Files whose presence would make transformers load other weights than WEIGHTS.
 FOREIGN = {

@@ -117,7 +117,7 @@ class Checkpoint:
         """Raises CheckpointNotFound if a file in the checkpoint's subfolder `inside` differs from COMMITTED."""
         assert self.folder is not None
         if wrong := problems(self.folder, self.step, f"{inside}/"):
-            raise CheckpointNotFound(f"checkpoint {self} is damaged: {'; '.join(wrong)}; give another one")
+            raise CheckpointNotFound(f"checkpoint {self} is damaged: {'; '.join(wrong)}; choose another checkpoint")
 
 
 def unreadable(checkpoint: Checkpoint, error: Exception) -> str:

@@ -88,7 +88,9 @@ def load_float32(checkpoint: Checkpoint) -> tuple[ModelConfig, Activation, dict[
         for reason, _ in error.failures.values():
             if isinstance(reason, KeyboardInterrupt):
                 raise reason from None
-        raise CheckpointNotFound(f"checkpoint {checkpoint} cannot be read: {error}; give another one") from error
+        raise CheckpointNotFound(
+            f"checkpoint {checkpoint} cannot be read: {error}; choose another checkpoint"
+        ) from error
     if broken := pretrained.not_finite(weights):
         raise CheckpointNotFound(f"checkpoint {checkpoint} has values that are not finite in {', '.join(broken[:4])}")
     return config, activation, {name.removeprefix(MODEL_PREFIX): weight for name, weight in weights.items()}

@@ -364,7 +364,7 @@ class TestLoading:
         monkeypatch.setattr(torch.ops, "load_library", lambda _: None)
         limits = {**LIMITS, "many tokens": 2048}
         monkeypatch.setattr(torch.ops, "sparsellm_cuda", SimpleNamespace(limit=limits.get), raising=False)
-        with pytest.raises(KernelsUnavailable, match="limit of many tokens is 2,048: it should be 1,536"):
+        with pytest.raises(KernelsUnavailable, match="limit for many tokens is 2,048: it should be 1,536"):
             build.load()
         assert not build.loaded()
 
