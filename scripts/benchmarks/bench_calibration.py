@@ -104,7 +104,7 @@ def main() -> None:
         started = time.monotonic()
         costs, times = measure.measure(kernels, layer)
         print(
-            f"{name:<14} calibrated in {time.monotonic() - started:.1f} s; choices among the calls that it timed: ",
+            f"{name:<14} calibrated in {time.monotonic() - started:.1f} s; engines chosen for the timed calls: ",
             end="",
         )
         print(report.summary(report.choices(costs, times)), flush=True)

@@ -194,8 +194,8 @@ def _runtime_mistakes(runtime: RuntimeConfig, steps: int, world_size: int) -> li
         found += _compression_mistakes(runtime, world_size)
     if traced and not (len(traced) == 2 and 1 <= traced[0] <= traced[1] <= steps):
         found.append(
-            f"runtime.profile_steps is {traced}: it should be the first and the last step to trace, such as [20,22], up"
-            f" to training.steps {steps}, or [] for none"
+            f"runtime.profile_steps is {traced}: it should be the first and the last step to trace, such as [20,22], of"
+            f" training.steps={steps}, or [] for no trace"
         )
     return found + _compiler_mistakes(runtime)
 

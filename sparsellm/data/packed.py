@@ -207,7 +207,7 @@ class Samples(Dataset):
         if state.get("tokens") != tokens:
             raise DataError(
                 f"this run was trained on tokens other than those in {self.place} (xxh3 {state.get('tokens')}, now"
-                f" {tokens}): restore them, or start a new run with run.restart=true"
+                f" {tokens}): restore the original tokens, or start a new run with run.restart=true"
             )
         samples = state["samples"]
         loader = DataLoader(

@@ -75,7 +75,7 @@ def row_output(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down_t: Tensor)
 def backward(
     x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, dy: Tensor, dl1: Tensor, saved: Tensor
 ) -> list[Tensor]:
-    """Computes [dx, dw_gate if gated, dw_up, dw_down] by the engine that filled `saved`. dy [M, K]; dl1: 0-d.
+    """Computes [dx, dw_gate if gated, dw_up, dw_down] with the engine that filled `saved`. dy [M, K]; dl1: 0-d.
 
     The tile engine returns float32 gradients for float32 weights; all other gradients have the dtype of x.
     """

@@ -1,7 +1,7 @@
 """Creates a policy for layers, and calibrates those that have no cached costs for this GPU model.
 
 Token counts that do not fit into free memory are skipped. If more memory is free later, the layer is measured again. On
-a GPU that is too small for all token counts, free memory does not grow, so nothing is measured again.
+a GPU that is too small for the largest token counts, that never happens, so nothing is measured again.
 
 Only one process per machine measures at a time; the other processes wait and then read the results from the cache.
 Global random states are not changed (a Layer has its own generator), and all memory is released afterwards.

@@ -19,7 +19,10 @@ from sparsellm.training.plans import Plans
 
 
 class MixedFeedForward(nn.Module):
-    """A gated block with a mixed gate, sharing the parameters of `block`. x [B, T, K] -> y [B, T, K] and statistics."""
+    """A gated block whose activation blends SiLU and ReLU, weighted by `mix`. It shares the parameters of `block`.
+
+    x [B, T, K] -> y [B, T, K] and statistics.
+    """
 
     mix: Tensor
 

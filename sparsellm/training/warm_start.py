@@ -92,12 +92,12 @@ def require_one_tokenizer(models: dict[str, str], corpus: DataConfig, data: Data
             prepared = tokenizer.load(str(data.tokenizer_folder), "data.path")
             if tokenizer.serialized(own) != tokenizer.serialized(prepared):
                 # The corpus stdlib_docs always trains its own tokenizer, so another tokenizer needs another corpus.
-                what, text = "them again", ""
+                what, text = "the data again", ""
                 if corpus.source == Source.stdlib_docs:
                     what, text = "your own text", "data=files data.files=[PATTERN,...] "
                 raise DataError(
-                    f"{where} has tokens of {used}, but {key}={name} has another tokenizer, which gives these tokens"
-                    f" other meanings: prepare {what}, in another data.path, with"
+                    f"{where} was tokenized with {used}, but {key}={name} uses another tokenizer, in which the same"
+                    f" token ids mean something else: prepare {what}, in another data.path, with"
                     f" {text}data.tokenizer={checkpoint.model}"
                 )
             ours, theirs = tokenizer.form(prepared), tokenizer.form(own)

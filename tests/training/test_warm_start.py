@@ -189,9 +189,9 @@ def test_what_does_not_agree_with_the_source_is_refused_by_name(run, folder, tmp
     assert not (tmp_path / "tokens").exists()
     assert run(prepare_data, other[1]) == 0
     said = refusal(*other, code=1)
-    assert f"data.path=tokens has tokens of the tokenizer {folder / 'other'}, but init_from=source has another" in said
+    assert f"data.path=tokens was tokenized with the tokenizer {folder / 'other'}, but init_from=source uses" in said
     said = refusal("distill.teacher=source", f"data.tokenizer={folder / 'other'}", "model.vocab_size=320", code=1)
-    assert "but distill.teacher=source has another tokenizer" in said
+    assert "but distill.teacher=source uses another tokenizer" in said
     assert said.endswith("prepare them again, in another data.path, with data.tokenizer=source")
     assert not (tmp_path / "runs").exists()
     saved = tmp_path / "saved"  # a checkpoint, in which data.tokenizer would find none

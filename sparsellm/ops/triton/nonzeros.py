@@ -185,7 +185,7 @@ def regroup(
         if GATED:
             clear(lower + rows, BLOCK, ROWS, BLOCK)
         clear(to + rows, BLOCK, ROWS, BLOCK)
-        # The arrays are one-dimensional, so that all loads of a round have their values in the same threads.
+        # The arrays are one-dimensional, so that all loads of an iteration have the same layout, without conversions.
         line = tl.arange(0, ROWS * WORDS) // WORDS
         there = tile * TILE + row + line < N
         neuron = tl.load(neurons + tile * TILE + row + line, mask=there, other=0)
