@@ -81,7 +81,7 @@ ON_CPU = ["experiment=smoke", "runtime.device=cpu"]
         (["runtime.profile_steps=[20]"], r"runtime.profile_steps is \[20\]: it should be the first and the last step"),
         (["runtime.profile_steps=[9,8]"], r"runtime.profile_steps is \[9, 8\]: it should be"),
         (["runtime.profile_steps=[0,8]"], r"runtime.profile_steps is \[0, 8\]: it should be"),
-        (["runtime.profile_steps=[9,401]"], "up to training.steps 400"),
+        (["runtime.profile_steps=[9,401]"], "of training.steps=400"),
         (["run.keep_every=-1"], "run.keep_every is -1: it should be at least 0"),
         (["optimizer.warmup_steps=401"], "optimizer.warmup_steps 401 exceeds training.steps 400"),
         (["optimizer.learning_rate=0"], "optimizer.learning_rate is 0.0: it should be a positive number"),
