@@ -30,10 +30,10 @@ def main(config: EvaluateConfig) -> int:
 
     try:
         if config.export is not None:
-            return export(config.tasks or list(tasks.TASKS), Path(config.export).expanduser())
+            return export(tasks.chosen(config.tasks), Path(config.export).expanduser())
         # Garbage collection over the requests and samples, millions of objects, would take a quarter of the time.
         with without_garbage_collection():
-            found = evaluate_checkpoint(config, record, partial(show, config.tasks or list(tasks.TASKS)))
+            found = evaluate_checkpoint(config, record, partial(show, tasks.chosen(config.tasks)))
     except MainRankFailed:
         return 1  # the main rank reports why
     except KeyboardInterrupt:

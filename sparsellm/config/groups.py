@@ -2,6 +2,7 @@
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -27,17 +28,34 @@ def groups() -> list[str]:
     return sorted(_defaults_list(COMPOSITION))
 
 
-def swept_values(name: str, folders: tuple[Path, ...] = ()) -> list[str]:
-    """The overrides, each with a list of values, from sweep/NAME.yaml in configs/ or one of `folders`. Raises
+def swept_values(name: str, folders: tuple[Path, ...] = ()) -> tuple[Path, list[str]]:
+    """The file sweep/NAME.yaml in configs/ or one of `folders`, and its overrides, each with a list of values. Raises
     ValueError if the file is invalid."""
     found = next(path for folder in (CONFIGS, *folders) if (path := folder / SWEEP / f"{name}.yaml").is_file())
+    text = found.read_text(encoding="utf-8")
     try:
-        read = yaml.safe_load(found.read_text(encoding="utf-8"))
+        read = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ValueError(f"{found} is not YAML: {' '.join(str(error).split())}") from error
+        raise ValueError(f"{found} is not YAML: {syntax_mistake(error, text)}") from error
     if not isinstance(read, dict):
         raise ValueError(f"{found} has no KEY: VALUE,VALUE lines")
-    return [f"{key}={values}" for key, values in read.items()]
+    return found, [f"{key}={_written(values)}" for key, values in read.items()]
+
+
+def _written(values: Any) -> str:
+    """`values` in Hydra's grammar: VALUE,VALUE for a YAML list."""
+    if isinstance(values, list):
+        return ",".join(str(each) if isinstance(each, list) else _written(each) for each in values)
+    return "null" if values is None else str(values).lower() if isinstance(values, bool) else str(values)
+
+
+def syntax_mistake(error: Exception, text: str) -> str:
+    """`error`, raised for the YAML document `text`, as one short sentence with the number of the line."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem is None or error.problem_mark is None:
+        return " ".join(str(error).split())[:200]
+    line = error.problem_mark.line
+    unquoted = error.problem.endswith("but got '{'") and "${" in text.splitlines()[line]
+    return f"line {line + 1}: {error.problem}" + ('; write "${...}" in quotes' if unquoted else "")
 
 
 @cache

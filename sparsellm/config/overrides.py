@@ -21,7 +21,17 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from sparsellm.config.errors import ConfigError
-from sparsellm.config.groups import CONFIG, CONFIG_DIR, EXPERIMENT, OPTIONS, SWEEP, choices, groups, swept_values
+from sparsellm.config.groups import (
+    CONFIG,
+    CONFIG_DIR,
+    EXPERIMENT,
+    OPTIONS,
+    SWEEP,
+    choices,
+    groups,
+    swept_values,
+    syntax_mistake,
+)
 from sparsellm.config.schema import Config, EvaluateConfig, SweepConfig, Verbatim
 from sparsellm.config.values import build, flat_types, nested, unknown_key
 
@@ -140,8 +150,9 @@ def choose(typed: Typed, group: str, raw: str, folders: tuple[Path, ...] = ()) -
         typed.groups[group] = None
     else:
         close = difflib.get_close_matches(raw, listed, n=1)
+        own = "" if folders else f"; {CONFIG_DIR} DIR adds your own"
         hint = f"did you mean {group}={close[0]}? " if close else ""
-        typed.mistakes.append(f"{group}={raw} is not a choice: {hint}{group} has {', '.join(listed)}")
+        typed.mistakes.append(f"{group}={raw} is not a choice: {hint}{group} has {', '.join(listed)}{own}")
 
 
 def _set(typed: Typed, name: str, raw: str, schema: type) -> None:
@@ -226,7 +237,7 @@ def mapping(text: str) -> dict[str, Any]:
         if (why := _bomb(text)) is None:
             values = OmegaConf.to_container(OmegaConf.create(text))
     except Exception as error:  # YAML and OmegaConf raise many kinds of exceptions for bad content
-        raise ValueError(f"it is not YAML: {' '.join(str(error).split())[:200]}") from error
+        raise ValueError(f"it is not YAML: {syntax_mistake(error, text)}") from error
     if why is not None:
         raise ValueError(why)
     if not isinstance(values, dict) or not values:
@@ -360,13 +371,14 @@ def sweep_request(overrides: list[str]) -> SweepRequest:
         given.remove(text)
         choose(named, SWEEP, text.partition("=")[2], chosen.folders)
     found += named.mistakes
-    lists = list[str]()
+    lists, files = list[tuple[str, Path | None]](), dict[str, Path | None]()
     for choice in named.groups.values():
         try:
-            lists += swept_values(str(choice), chosen.folders)
+            path, swept = swept_values(str(choice), chosen.folders)
+            lists += [(text, path) for text in swept]
         except ValueError as error:
             found.append(f"{SWEEP}={choice}: {error}")
-    for text in [*lists, *given]:
+    for text, file in [*lists, *((text, None) for text in given)]:
         key, _, _ = text.lstrip("+").partition("=")
         group, _, name = key.partition(".")
         try:
@@ -388,10 +400,14 @@ def sweep_request(overrides: list[str]) -> SweepRequest:
         elif group == "evaluate" and name:
             evaluate.append(text.removeprefix("evaluate."))
         else:
-            axes[key] = texts
+            axes[key], files[key] = texts, file
+    for key, file in files.items():
+        if file is not None:
+            found += [f"{file}: {mistake}" for mistake in parse(axes[key], folders=chosen.folders).mistakes]
     typed = parse(options, _OfSweep)
     if found := found + typed.mistakes:
-        found += parse([text for texts in axes.values() for text in texts], folders=chosen.folders).mistakes
+        by_hand = [text for key, texts in axes.items() if files[key] is None for text in texts]
+        found += parse(by_hand, folders=chosen.folders).mistakes
         found += [f"evaluate: {mistake}" for mistake in parse(evaluate, EvaluateConfig).mistakes]
         raise ConfigError(list(dict.fromkeys(found)))
     return SweepRequest(chosen, build(_OfSweep, nested(typed.keys)).sweep, axes, evaluate)

@@ -130,7 +130,8 @@ class DataConfig:
     max_tokens: int | None = key(None, "Number of training tokens to prepare. null: as many as the experiment reads.")
     validation_fraction: float = key(
         0.005,
-        "Fraction of the text that is held out, chosen by a hash: at least 50 blocks, or 5% of a short text. 0: none.",
+        "Fraction of the text that is held out, chosen by a hash: of a single file and a corpus read to its end, at"
+        " least 50 blocks, or 5% of a short text. 0: none.",
         minimum=0,
         below=1,
     )
@@ -379,7 +380,7 @@ class EvaluateConfig:
     checkpoint: str | None = key(
         None, "Model to evaluate (required): a run (its last checkpoint), a checkpoint, an hf/ folder or a hub name."
     )
-    tasks: list[str] = key([], "Tasks to score, among the seven. Empty: all.")
+    tasks: list[str] = key([], "Tasks to score, among the seven. Empty: all. none: only the held-out text.")
     data_dir: str | None = key(None, "Folder of task rows, DIR/TASK/SPLIT.jsonl or .parquet. null: the hub's rows.")
     export: str | None = key(None, "Folder to write the hub's rows to, for a data_dir elsewhere; scores nothing.")
     output_dir: str | None = key(

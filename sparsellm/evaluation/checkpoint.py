@@ -140,6 +140,7 @@ class Evaluation:
             from transformers import AutoTokenizer, LlamaConfig  # noqa: F401
         identity, self.request = on_main(self.ranks, self._open)
         begun = on_main(self.ranks, lambda: any(kept(folder, identity) for folder in self.request.sides))
+        begun |= not self.request.tasks  # the held-out loss loads its own copy of the weights
         if not begun:
             self._begin_loading()
             if self.config.data_dir is None:
@@ -150,9 +151,13 @@ class Evaluation:
                 loaded[name] = tasks.load_on_all(name, self.config.data_dir, self.ranks)
             except tasks.TaskUnavailable as error:
                 self._fail(name, str(error))
+        if self.failed and self.config.data_dir is None:
+            self.ranks.say("tasks=none evaluates the held-out text alone, without rows from the hub")
         if not begun:
             self._model(Kernels.torch)  # refuse a broken model even if all rows are finished
         held_out = self._held_out()
+        if held_out is None and not self.request.tasks and not self.failed:
+            self._fail(VALIDATION, "the checkpoint has no held-out text, and tasks=none scores nothing else")
         for folder in self.request.sides:
             self._side(folder, identity, loaded, held_out)
         results = on_main(self.ranks, lambda: self.request.results(identity, self.failed))

@@ -47,9 +47,11 @@ def mistakes(evaluation: EvaluationConfig) -> list[str]:
     """Error messages for `evaluation`, as far as they can be known before any work; empty if there are none."""
     if not evaluation.every:
         return []
+    if evaluation.tasks == tasks.NONE:
+        return ["evaluation.tasks is none: evaluation.every=0 disables evaluation during training"]
     found = tasks.mistakes(evaluation.tasks, evaluation.data_dir, "evaluation.")
     if not found and evaluation.data_dir is not None:
-        for name in evaluation.tasks or tasks.TASKS:
+        for name in tasks.chosen(evaluation.tasks):
             try:
                 tasks.local_rows(name, evaluation.data_dir)
             except tasks.TaskUnavailable as error:
@@ -64,7 +66,7 @@ def load(
     if not evaluation.every:
         return None
     loaded, found = [], []
-    names = evaluation.tasks or list(tasks.TASKS)
+    names = tasks.chosen(evaluation.tasks)
     looks = evaluation.data_dir is None
     reached = looks and on_main(ranks, lambda: hub.answers(f"the rows of {', '.join(names)}"))
     with hub.offline(not reached):

@@ -54,7 +54,7 @@ class Request:
 
     @property
     def tasks(self) -> list[str]:
-        return self.config.tasks or list(tasks.TASKS)
+        return tasks.chosen(self.config.tasks)
 
     @cached_property
     def sides(self) -> dict[Path, Kernels]:
@@ -67,7 +67,7 @@ class Request:
     def on_hub(self) -> str | None:
         """The items to fetch from the hub, as text; None if everything is local."""
         wanted = [self.checkpoint.wanted] * (self.checkpoint.folder is None)
-        wanted += [f"the rows of {', '.join(self.tasks)}"] * (self.config.data_dir is None)
+        wanted += [f"the rows of {', '.join(self.tasks)}"] * (self.config.data_dir is None and self.tasks != [])
         return " and ".join(wanted) or None
 
     def finished(self, folder: Path, identity: str) -> Finished:
@@ -134,6 +134,10 @@ class Request:
 def mistakes(config: EvaluateConfig) -> list[str]:
     """Error messages for `config`, as far as they can be known before any work; empty if there are none."""
     found = evaluate_mistakes(config)
+    if config.tasks == tasks.NONE and config.export is not None:
+        found.append("nothing to export: tasks is none; leave it out to export the rows of all tasks")
+    elif config.tasks == tasks.NONE and not config.validation:
+        found.append("nothing to evaluate: tasks is none and validation is false; leave out one of them")
     return found + tasks.mistakes(config.tasks, config.data_dir) + not_found(config.checkpoint)
 
 

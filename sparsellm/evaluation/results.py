@@ -201,7 +201,7 @@ def table(results: dict[str, Any], asked: list[str]) -> str:
         lines.append(f"{name}  failed: {' '.join(reason.split())}{earlier}")
     if differing:
         lines.append(f"{of}  none: settings differ ({', '.join(differing)}); score all tasks with one command")
-    elif results["mean"] is None:
+    elif results["mean"] is None and (tasks or failed.keys() - {VALIDATION}):
         lines.append(f"{of}  none: not all tasks have a score")
     if tasks and (shared := [key for key in SETTINGS if key not in differing]):
         common = settings(next(iter(tasks.values())))

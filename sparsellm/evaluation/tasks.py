@@ -36,6 +36,7 @@ TASKS = {
     "winogrande": Stock("winogrande/default.yaml", "validation", 1 / 2),
     "commonsense_qa": Stock("commonsense_qa/default.yaml", "validation", 1 / 5),
 }
+NONE = ["none"]  # the value of the key `tasks` with which no task is scored
 FORMATS = {".jsonl": "json", ".parquet": "parquet"}  # suffix -> builder of the datasets library
 # Zero-shot needs no examples. Without this setting, lm-eval reads all rows to sample examples.
 NO_EXAMPLES: dict[str, Any] = {"fewshot_config": {"samples": []}}
@@ -55,10 +56,19 @@ class LoadedTask:
     identity: str  # identifies the rows and the version of the task
 
 
+def chosen(names: list[str]) -> list[str]:
+    """The tasks to score for the value `names` of the key `tasks`."""
+    return [] if names == NONE else names or list(TASKS)
+
+
 def mistakes(names: list[str], data_dir: str | None, prefix: str = "") -> list[str]:
     """Error messages for the keys PREFIXtasks and PREFIXdata_dir, each with a remedy; empty if there are none."""
     found = []
-    if unknown := [name for name in names if name not in TASKS]:
+    if NONE[0] in names and len(names) > 1:
+        found.append(
+            f"{prefix}tasks is {', '.join(names)}: it should be none alone, or have some of {', '.join(TASKS)}"
+        )
+    elif unknown := [name for name in chosen(names) if name not in TASKS]:
         close = [match for name in unknown for match in difflib.get_close_matches(name, TASKS, n=1)]
         hint = f"did you mean {', '.join(close)}? " if close else ""
         found.append(f"{prefix}tasks has {', '.join(unknown)}: {hint}it should have some of {', '.join(TASKS)}")

@@ -10,7 +10,7 @@ from typing import Any
 from sparsellm.analysis.report import aligned
 from sparsellm.config import Activation, L1Normalization
 from sparsellm.evaluation.results import RESULTS, STORED, of_dtype, only
-from sparsellm.evaluation.tasks import TASKS
+from sparsellm.evaluation.tasks import TASKS, chosen
 from sparsellm.runs.layout import EVALUATION
 from sparsellm.runs.locate import CheckpointNotFound, locate
 from sparsellm.runs.metrics import METRICS, read
@@ -143,7 +143,7 @@ def _results(sweep: Sweep, point: Point) -> dict[str, Any]:
     try:
         output = locate(str(point.checkpoint)).output(EVALUATION, limit=sweep.evaluation.limit)
         path = of_dtype(output, sweep.dtype(point)) / RESULTS
-        return only(json.loads(regular.content(path)), sweep.evaluation.tasks or list(TASKS)) if path.exists() else {}
+        return only(json.loads(regular.content(path)), chosen(sweep.evaluation.tasks)) if path.exists() else {}
     except (CheckpointNotFound, json.JSONDecodeError) as error:
         warn(f"the scores of {point.checkpoint} are left out: {error}")
         return {}

@@ -90,6 +90,45 @@ def test_a_file_that_holds_no_configuration_is_refused(text, why, written):
     assert mistake.endswith(": correct it, or give another file")
 
 
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (
+            "a: 1\nrun: {root: ${oc.env:HOME}/runs}",
+            """line 2: expected ',' or '}', but got '{'; write "${...}" in quotes""",
+        ),
+        ("a: 1\n b: 2\n", "line 2: mapping values are not allowed here"),
+        ("a: 1\n\ttab: 2\n", "line 2: found character '\\t' that cannot start any token"),
+        ('a: "${oc.env:HOME}\nb: [', "line 2: found unexpected end of stream"),
+    ],
+)
+def test_a_syntax_error_is_one_sentence_with_its_line(text, why, written):
+    path = written("x.yaml", text)
+    (mistake,) = composition([f"--config={path}"]).mistakes
+    assert mistake == f"--config={path} cannot be used (it is not YAML: {why}): correct it, or give another file"
+
+
+def test_a_sweep_of_ones_own_may_have_yaml_lists_and_names_its_file(own, written):
+    text = "optimizer.learning_rate: [1e-3, 0.01]\noptimizer.schedule: wsd,cosine\ndata.files: [[a, b], [c]]"
+    path = written("sweep/lists.yaml", text)
+    assert [len(texts) for texts in sweep_request([own, "sweep=lists"]).axes.values()] == [2, 2, 2]
+    path.write_text("training.seed: [0, x]\ntraining.steps: 1,2\n")
+    with pytest.raises(ConfigError) as refused:
+        sweep_request([own, "sweep=lists", "training.seeds=1"])
+    assert refused.value.mistakes[0] == f"{path}: training.seed is x: it should be a whole number"
+    assert len(refused.value.mistakes) == 2
+    assert sweep_request([own, "sweep=lists", "training.seed=3,4"]).axes["training.seed"][0] == "training.seed=3"
+    path.write_text("training.seed: [0")
+    with pytest.raises(ConfigError, match=f"{path} is not YAML: line 1: "):
+        sweep_request([own, "sweep=lists"])
+
+
+def test_a_choice_that_is_missing_without_config_dir_names_the_option(own):
+    hint = "; --config-dir DIR adds your own"
+    assert composition(["experiment=mine"]).mistakes[0].endswith(hint)
+    assert hint not in composition([own, "experiment=gone"]).mistakes[0]
+
+
 def test_a_file_that_is_not_there_is_a_sentence(saved, tmp_path):
     for typed, said in [
         (["--config"], "--config has no value: write --config FILE"),

@@ -505,6 +505,28 @@ def test_without_its_tokens_a_run_has_scores_but_no_validation(run, rows):
     assert evaluate_checkpoint(without)["failed"] == {}
 
 
+def test_without_tasks_the_held_out_text_alone_is_evaluated(run, bare, monkeypatch, capsys):
+    monkeypatch.setattr(checkpoint.tasks, "load", lambda *_: pytest.fail("rows are read"))
+    monkeypatch.setattr(checkpoint.hub, "answers", lambda what: pytest.fail(f"{what}: asked for on the hub"))
+    assert evaluate.main([f"checkpoint={run}", "tasks=none", "device=cpu"], "evaluate") == 0
+    assert "validation" in (shown := capsys.readouterr().out)
+    assert "mean of" not in shown
+    found = api.evaluate(run, tasks=["none"], device="cpu")
+    assert (found["tasks"], found["failed"]) == ({}, {})
+    assert checkpoint.is_complete(EvaluateConfig(str(run), ["none"]))
+    assert evaluate.main([f"checkpoint={bare}", "tasks=none", "device=cpu"], "evaluate") == 1
+    assert "no held-out text" in capsys.readouterr().out
+
+
+def test_without_tasks_and_held_out_text_there_is_nothing_to_evaluate(run):
+    for config, start in [
+        (EvaluateConfig(str(run), ["none"], validation=False), "nothing to evaluate: "),
+        (EvaluateConfig(tasks=["none"], export="x"), "nothing to export: "),
+        (EvaluateConfig(str(run), ["none", "piqa"]), "tasks is none, piqa: it should be none alone"),
+    ]:
+        assert [mistake.startswith(start) for mistake in checkpoint.mistakes(config)] == [True]
+
+
 def test_the_held_out_loss_asks_for_the_kernels_of_this_scoring(run, rows, monkeypatch):
     """On a GPU, the kernels compute the loss if the run and the options of the evaluation allow them."""
     asked = []

@@ -209,6 +209,8 @@ def test_mistakes_are_found_before_training(asked, rows, tmp_path, monkeypatch, 
         "evaluation.data_dir=gone",
     ]  # fmt: skip
     assert train.check(from_overrides([*asked, "evaluation.tasks=[pica]", "evaluation.every=0"])) == []
+    (mistake,) = train.check(from_overrides([*asked, "evaluation.tasks=none"]))
+    assert mistake.startswith("evaluation.tasks is none: evaluation.every=0")
 
     local = shutil.copytree(rows, tmp_path / "rows")
     shutil.rmtree(local / "piqa")
