@@ -60,11 +60,12 @@ REAL = {
 ROPE = ("rope_parameters", "rope_scaling")
 # What is downloaded from a model's repository: no code, no pickles, no training state.
 DATA = ("*.json", "*.safetensors", "*.txt", "*.jinja", "tokenizer.model")
-# Files besides weights and config.json: tokenizer and generation settings, no code.
-COMPANIONS = (
+TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "generation_config.json",
+    "vocab.json", "vocab.txt", "merges.txt",
 )  # fmt: skip
+# Files besides weights and config.json: tokenizer and generation settings, no code.
+COMPANIONS = (*TOKENIZER_FILES, "chat_template.jinja", "generation_config.json")
 SHAPES = "whose shape differs from config.json"
 TEXTS = (".json", ".md", ".txt", ".jinja", ".model")  # suffixes of files that libraries read whole
 PARAMETERS_PER_BYTE = 4  # upper bound: a quantized model has at least 2 bits per parameter
@@ -157,6 +158,11 @@ def read_tokenizer(path: str | Path, vocab_size: int) -> Any:
     local = Path(path).is_dir()
     if local:
         _reading(path, "the folder", lambda: require_files(Path(path)))
+        if not any(Path(path, name).is_file() for name in TOKENIZER_FILES):
+            raise BrokenModel(
+                f"{path} contains no tokenizer: save the model's tokenizer there with"
+                f" tokenizer.save_pretrained({str(path)!r})"
+            )
     lacks_file = local and not Path(path, "tokenizer.json").is_file()
     what = "the tokenizer (no tokenizer.json)" if lacks_file else "the tokenizer"
     if (file := _file_of(path, "tokenizer.json")) is not None:

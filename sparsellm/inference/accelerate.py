@@ -119,18 +119,19 @@ def policy_of(model: nn.Module) -> Policy | None:
 
 def l1_loss(model: nn.Module) -> Tensor:
     """The L1 term to add to the loss of a model that trains on the operator: the sum of |h| over neurons and layers,
-    averaged over the tokens of the last forward pass. 0-d, with a gradient until the optimizer's step. Layers that the
-    model has skipped since the last step (LayerDrop) are left out.
+    averaged over the tokens of the last forward pass, padding included. 0-d, with a gradient until the
+    optimizer's step. Layers that the model has skipped since the last step (LayerDrop) are left out.
 
     `model` contains SparseFeedForward layers, its own or those of `accelerate(model, training=True)`, and may be
     wrapped. This is the sum that `sparsity.l1_normalization=sum` multiplies by `sparsity.l1_coefficient` in our
     trainer. Raises ValueError for a model without such layers, and RuntimeError before the first forward pass with
-    gradients.
+    gradients, or in evaluation (SparseFeedForward.l1).
     """
     layers = [module for module in model.modules() if isinstance(module, SparseFeedForward)]
     if not layers:
         raise ValueError(
-            f"{kind(model)} has no SparseFeedForward: call sparsellm.accelerate(model, training=True) first"
+            f"{kind(model)} has no SparseFeedForward: build the model with sparsellm.SparseFeedForward layers, or call"
+            " sparsellm.accelerate(model, training=True) first"
         )
     called = [layer for layer in layers if layer.in_training is None or layer.in_training.is_new] or layers
     terms = [layer.l1() for layer in called]

@@ -143,12 +143,23 @@ class SparseFeedForward(nn.Module):
 
     def l1(self) -> Tensor:
         """The L1 term of the last call with gradients: the sum of |h| over neurons, averaged over tokens. 0-d float32,
-        with a gradient until the optimizer's step. Raises RuntimeError before the first such call."""
+        with a gradient until the optimizer's step.
+
+        Raises:
+            RuntimeError: The layer has had no call with gradients, or the optimizer's step is over and torch.no_grad is
+                on, as in evaluation. Evaluation does not measure the term.
+        """
         call = self._last()
+        assert self.in_training is not None
+        if not (torch.is_grad_enabled() or self.in_training.is_new):
+            raise RuntimeError(
+                "the L1 term is read under torch.no_grad after the optimizer's step: it should be read in training,"
+                " because evaluation does not measure it. counts()['l1'] is a layer's value of the last training call"
+            )
         return call.l1 / max(call.tokens, 1)
 
     def counts(self) -> dict[str, float | str]:
-        """What the last call with gradients counted, for logging. Waits for the device.
+        """What the last call with gradients counted on this rank, for logging. Waits for the device.
 
         Keys: `engine`, the engine of the next call, "dense" or "tile"; `nonzeros`: nonzero activations per token;
         `fired`: fraction of neurons that were active for any token; `l1`: the value of `l1()`; `rest_calls`: 1 if the
@@ -168,10 +179,16 @@ class SparseFeedForward(nn.Module):
         return {"engine": engine, "nonzeros": nnz / tokens, "fired": fired, "l1": l1 / tokens, "rest_calls": rest_calls}
 
     def _last(self) -> Call:
-        if self.in_training is None or self.in_training.last is None:
+        if self.in_training is None:
             raise RuntimeError(
-                "this layer has no call with gradients yet: it should be called outside of torch.no_grad, checkpointed"
-                " with use_reentrant=False, and made by sparsellm.accelerate(model, training=True) or from its sizes"
+                "this layer does not train: sparsellm.accelerate should be called with training=True. Call"
+                " sparsellm.restore(model), then sparsellm.accelerate(model, training=True)"
+            )
+        if self.in_training.last is None:
+            raise RuntimeError(
+                "this layer has no call with gradients yet: it should be called first, outside of torch.no_grad."
+                " Activation checkpointing needs use_reentrant=False; with the Trainer of transformers, set"
+                ' gradient_checkpointing_kwargs={"use_reentrant": False}'
             )
         return self.in_training.last
 

@@ -56,7 +56,10 @@ def _problems(name: str, module: nn.Module) -> Iterator[str]:
     if isinstance(module, SiluFeedForward):
         yield f"the activation of {name} is SiLU: it should be ReLU, whose zeros are exact"
     elif not isinstance(module, OWN) and not isinstance(activation := getattr(module, "act_fn", None), nn.ReLU):
-        yield f"the activation {name}.act_fn is {kind(activation)}: it should be ReLU (hidden_act 'relu')"
+        yield (
+            f"the activation {name}.act_fn is {kind(activation)}: it should be ReLU. Create a new model with"
+            " hidden_act='relu'; `sparsellm train init_from=MODEL` turns a trained SiLU model into a ReLU model"
+        )
     held = module._modules.keys() | module._parameters.keys() | module._buffers.keys()
     if others := sorted(held - projections.keys() - {"act_fn"}):
         yield f"{name} also has {', '.join(others)}: it should have no more than {', '.join(PROJECTIONS)} and act_fn"
@@ -77,7 +80,10 @@ def _problems(name: str, module: nn.Module) -> Iterator[str]:
         if weight.is_inference():
             yield f"{full}.weight was created in inference mode: it should be loaded outside of torch.inference_mode()"
         if weight.dtype not in DTYPES:
-            yield f"{full}.weight is {weight.dtype}: it should be torch.bfloat16; call model.to(torch.bfloat16)"
+            yield (
+                f"{full}.weight is {weight.dtype}: it should be torch.bfloat16, or torch.float32 to train under"
+                " autocast; call model.to(torch.bfloat16) or model.to(torch.float32)"
+            )
 
     neurons, width = projections["up_proj"].weight.shape
     for what, size in (("in_features", width), ("out_features", neurons)):

@@ -146,10 +146,10 @@ def check(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, cast: 
             continue
         if name != "w_down" and weight.shape != shape:
             refuse(name, list(weight.shape), f"[N, K] = [{n}, {k}]")
-        if weight.dtype != dtype and not (
-            cast and weight.is_floating_point() and torch.float64 not in (weight.dtype, dtype)
-        ):
-            refuse(f"{name}.dtype", weight.dtype, f"{dtype}, the dtype of x")
+        castable = weight.is_floating_point() and torch.float64 not in (weight.dtype, dtype)
+        if weight.dtype != dtype and not (cast and castable):
+            unless = ", unless torch.autocast is on" if castable else ""
+            refuse(f"{name}.dtype", weight.dtype, f"{dtype}, the dtype of x{unless}")
         if weight.device != device:
             refuse(f"{name}.device", weight.device, f"{device}, the device of x")
 

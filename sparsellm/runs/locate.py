@@ -158,9 +158,11 @@ def _located(name: str) -> Checkpoint:
             raise CheckpointNotFound(f"checkpoint={name} was not saved completely: it has no {COMMITTED} file")
         return _of_run(path)
     if not (path / "config.json").is_file():
+        # The Trainer of transformers saves to checkpoint-STEP/. The longest name has the most digits.
+        saved = sorted(path.glob("checkpoint-*/config.json"), key=lambda f: (len(f.parent.name), f.parent.name))
         raise CheckpointNotFound(
             f"checkpoint={name} contains no model: it should have {CHECKPOINTS}/ (a run), {HF}/ (a checkpoint) or"
-            " config.json (a Hugging Face folder)"
+            " config.json (a Hugging Face folder)" + "".join(f"; try checkpoint={f.parent}" for f in saved[-1:])
         )
     inside = path.resolve().parent
     if path.resolve().name == HF and (inside / COMMITTED).is_file():

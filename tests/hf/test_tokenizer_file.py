@@ -82,6 +82,9 @@ def test_a_tokenizer_that_is_read_beside_a_model_is_one_too_and_a_line_says_so(t
     named = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (tmp_path / "none").mkdir()
+    with pytest.raises(pretrained.BrokenModel, match=r"none contains no tokenizer: .*save_pretrained"):
+        pretrained.read_tokenizer(tmp_path / "none", 8)
     assert AutoTokenizer.from_pretrained(tmp_path)("why water").input_ids[-1] == 1
     for _ in range(2):
         read = pretrained.read_tokenizer(tmp_path, 8)

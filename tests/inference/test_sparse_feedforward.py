@@ -135,6 +135,10 @@ def test_what_cannot_be_made_or_asked_is_refused():
         sparsellm.SparseFeedForward(16, 50)
     with pytest.raises(RuntimeError, match="no call with gradients yet"):
         sparsellm.SparseFeedForward(16, 48).l1()
+    accelerated = nn.ModuleList([pair()[0]])
+    sparsellm.accelerate(accelerated, kernels="torch")
+    with pytest.raises(RuntimeError, match=r"accelerate should be called with training=True"):
+        sparsellm.l1_loss(accelerated)
     with pytest.raises(RuntimeError, match=r"nn\.DataParallel: it should have one process per GPU"):
         sparsellm.SparseFeedForward(16, 48)._replicate_for_data_parallel()  # as nn.DataParallel calls it
     with pytest.raises(ValueError, match="Linear has no SparseFeedForward"):
@@ -247,6 +251,8 @@ def test_the_l1_loss_is_of_the_layers_that_this_step_has_called():
     optimizer.step()
     assert torch.equal(sparsellm.l1_loss(model), both.detach())
     assert not sparsellm.l1_loss(model).requires_grad
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"L1 term is read under torch\.no_grad"):
+        sparsellm.l1_loss(model)
     model[1](x)  # as LayerDrop does
     l1 = sparsellm.l1_loss(model)
     l1.backward()

@@ -267,6 +267,7 @@ def test_a_new_plan_does_not_recompile():
         ({"x": torch.ones(3, 16, dtype=torch.float16)}, "x.dtype is torch.float16"),
         ({"w_gate": torch.ones(8, 16)}, r"w_gate is \[8, 16\]: it should be \[N, K\] = \[24, 16\]"),
         ({"w_up": torch.ones(24, 16, dtype=torch.float64)}, "w_up.dtype is torch.float64"),
+        ({"x": torch.ones(3, 16, dtype=torch.bfloat16)}, "the dtype of x, unless torch.autocast is on"),
         ({"w_down": torch.ones(16, 23)}, "N, the columns of w_down, is 23"),
         ({"w_down": torch.ones(24, 16)}, r"w_down is \[24, 16\]"),
         ({"w_down": torch.ones(16, 65_544)}, "N, the columns of w_down, is 65544"),

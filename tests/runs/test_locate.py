@@ -94,6 +94,11 @@ def test_what_is_missing_is_named(run, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointNotFound, match=r"it should have checkpoints/ \(a run\)"):
         locate(str(tmp_path / "empty"))
+    for step in (2, 10, 9):
+        (tmp_path / f"empty/checkpoint-{step}").mkdir()
+        (tmp_path / f"empty/checkpoint-{step}/config.json").touch()
+    with pytest.raises(CheckpointNotFound, match=r"try checkpoint=.*/empty/checkpoint-10$"):
+        locate(str(tmp_path / "empty"))
     (run / LAST / "COMMITTED").unlink()
     assert locate(str(run)).step == 2
     with pytest.raises(CheckpointNotFound, match="has no COMMITTED"):
