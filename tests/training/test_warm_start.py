@@ -192,7 +192,7 @@ def test_what_does_not_agree_with_the_source_is_refused_by_name(run, folder, tmp
     assert f"data.path=tokens was tokenized with the tokenizer {folder / 'other'}, but init_from=source uses" in said
     said = refusal("distill.teacher=source", f"data.tokenizer={folder / 'other'}", "model.vocab_size=320", code=1)
     assert "but distill.teacher=source uses another tokenizer" in said
-    assert said.endswith("prepare them again, in another data.path, with data.tokenizer=source")
+    assert said.endswith("prepare the data again, in another data.path, with data.tokenizer=source")
     assert not (tmp_path / "runs").exists()
     saved = tmp_path / "saved"  # a checkpoint, in which data.tokenizer would find none
     shutil.copytree("source", saved / "hf")
