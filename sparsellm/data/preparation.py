@@ -24,7 +24,7 @@ whose files then replace the old ones.
 import errno
 import shutil
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -122,6 +122,7 @@ def prepare(request: Request) -> Manifest:
         raise DataError("; ".join(mistakes))
     ready, started = read(folder), None
     if ready is not None and is_enough(ready, limit):
+        _remove_leftover(folder, ready)
         return ready
     if ready is None and not (folder / "progress.json").exists():
         started = _start(request)  # before anything is written, so that a failure leaves nothing behind
@@ -177,6 +178,21 @@ def prepare(request: Request) -> Manifest:
         write(manifest, folder, "manifest.json")
         (folder / "progress.json").unlink()
     return manifest
+
+
+def _remove_leftover(folder: Path, done: Manifest) -> None:
+    """Remove the progress.json of a preparation that was killed right before its end, unless the folder is in use or
+    cannot be written."""
+
+    def is_leftover() -> bool:
+        progress = read(folder, "progress.json")
+        return progress is not None and (not progress.extends or progress.tokens <= done.tokens)
+
+    with suppress(OSError, DataError):  # a damaged progress.json of a finished folder is not used
+        if is_leftover():
+            with regular.to_write(folder / "lock", "w") as file:
+                if locks.take(file, give_up=lambda: True) and read(folder) == done and is_leftover():
+                    (folder / "progress.json").unlink()
 
 
 def _prepare_again(request: Request, folder: Path, done: Manifest) -> Manifest:

@@ -17,7 +17,8 @@ from whole_config import mistakes, prepare
 from sparsellm import config as configuration
 from sparsellm.config import Config, DataConfig, Source, TrainingConfig
 from sparsellm.data import DataError, corpus, preparation, tokenizer
-from sparsellm.data.manifest import read, verify
+from sparsellm.data.manifest import read, verify, write
+from sparsellm.system import locks
 
 MakeConfig = Callable[..., Config]
 
@@ -404,6 +405,20 @@ def test_files_without_documents_are_counted_also_after_a_stop(
     config.data.max_tokens = 10**6
     assert prepare(config).empty_files == 4
     assert prepare(make_config(config.data.files, path=str(tmp_path / "direct"))).empty_files == 4
+
+
+def test_what_a_kill_right_before_the_end_left_is_removed_unless_the_folder_is_in_use(
+    make_config: MakeConfig, parquet: list[str]
+) -> None:
+    config = make_config(parquet, max_tokens=5_000)
+    manifest, folder = prepare(config), Path(config.data.path)
+    write(manifest, folder, "progress.json")
+    with (folder / "lock").open("w") as file:
+        locks.take(file)
+        assert prepare(config) == manifest
+        assert (folder / "progress.json").exists()
+    assert prepare(config) == manifest
+    assert not (folder / "progress.json").exists()
 
 
 def test_a_disk_that_is_full_before_a_folder_grows_leaves_its_tokens_to_go_on_from(
