@@ -172,6 +172,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="the PNG to write")
     parser.add_argument("--json", type=Path, metavar="OUT", help="a line of JSON for each run")
     args = parser.parse_args()
+    if args.json and any(path.is_file() for path in args.runs):
+        parser.error("--json needs run folders: a file that --json wrote has fewer rows than its run")
     folders = named([path for path in args.runs if not path.is_file()])
     runs = {name: read(folder / METRICS) for name, folder in folders.items()}
     for saved_runs in filter(Path.is_file, args.runs):

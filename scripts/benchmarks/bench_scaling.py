@@ -103,13 +103,14 @@ def main(arguments: list[str] | None = None) -> int:
         if not result.exists() and (left := end - time.monotonic()) > 0:
             command = measurement.command(result, args.overrides, ["--warmup", args.warmup, "--steps", args.steps])
             print(f"{measurement.name}: {left / 60:.1f} minutes left", flush=True)
-            try:
-                with result.with_suffix(".log").open("w") as log:
-                    done = subprocess.run(command, stdout=log, stderr=log, timeout=left, check=False)
-                if done.returncode:
-                    failed.append(f"{measurement.name} failed with exit code {done.returncode}: see {log.name}")
-            except subprocess.TimeoutExpired:
-                pass
+            with result.with_suffix(".log").open("w") as log:
+                running = subprocess.Popen(command, stdout=log, stderr=log)
+                try:
+                    if code := running.wait(left):
+                        failed.append(f"{measurement.name} failed with exit code {code}: see {log.name}")
+                except subprocess.TimeoutExpired:
+                    running.terminate()  # SIGKILL would leave torchrun's ranks on the GPUs
+                    running.wait()
         if result.exists():
             found[measurement] = json.loads(result.read_text())
         else:

@@ -8,7 +8,7 @@ r"""Throughput, memory and energy of whole training steps for any configurations
 
 Each variant is the trainer itself on its real data. Variants alternate, and each is rebuilt in each of `--rounds`.
 Printed for each variant: the median step of all rounds as tokens/s, its spread over rounds, MFU
-(sparsellm/runs/metrics.py), peak memory, memory between steps (`states`: weights and moments) and its ratio to the
+(sparsellm/runs/mfu.py), peak memory, memory between steps (`states`: weights and moments) and its ratio to the
 expected value (12 bytes per parameter, sharded by runtime.shard), the fraction of the step in which the host waited for
 data, the energy per token of all GPUs (NVML's counter over the measured steps), nonzeros per token and layer, each
 layer's engine after the last step, and with --trace the fraction of a traced step in which the GPU ran only NCCL.
@@ -56,7 +56,8 @@ RECORDED = "recorded"
 
 def communication_share(trace: profile) -> float | None:
     """The fraction of the traced time in which this GPU ran NCCL's kernels and no others. None without a GPU."""
-    kernels = [event for event in trace.events() if event.device_type == DeviceType.CUDA]
+    on_gpu = [event for event in trace.events() if event.device_type == DeviceType.CUDA]
+    kernels = [event for event in on_gpu if not event.is_user_annotation]  # such as Optimizer.step, nccl:all_reduce
     if not kernels:
         return None
     edges = []  # (time, change in the number of running NCCL kernels, change in the number of other kernels)

@@ -24,7 +24,7 @@ def started(monkeypatch):
     def run(command, **_):
         commands.append(command)
         if "experiment=2b" in command:
-            return SimpleNamespace(returncode=3)
+            return SimpleNamespace(wait=lambda _: 3)
         gpus = int(next(word for word in command if word.startswith("--nproc")).partition("=")[2])
         runs = [
             {
@@ -36,9 +36,9 @@ def started(monkeypatch):
             for kernels, speed in (("torch", 10), ("auto", 15))
         ]
         Path(command[-1]).write_text(json.dumps({"runs": runs}))
-        return SimpleNamespace(returncode=0)
+        return SimpleNamespace(wait=lambda _: 0)
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(subprocess, "Popen", run)
     return commands
 
 
@@ -76,10 +76,13 @@ def test_every_measurement_is_a_configuration_that_the_trainer_accepts(experimen
 
 def test_communication_counts_only_where_nothing_else_runs():
     def event(name, start, end, device=DeviceType.CUDA):
-        return SimpleNamespace(name=name, device_type=device, time_range=SimpleNamespace(start=start, end=end))
+        times = SimpleNamespace(start=start, end=end)
+        annotation = name.startswith("nccl:")
+        return SimpleNamespace(name=name, device_type=device, time_range=times, is_user_annotation=annotation)
 
     kernels = [
         event("gemm", 0, 4), event("ncclDevKernel_AllReduce", 2, 7), event("gemm", 6, 8), event("ncclAllGather", 9, 10),
+        event("nccl:all_reduce", 0, 10),
         event("cudaLaunchKernel", 4, 6, DeviceType.CPU),
     ]  # fmt: skip
     assert communication_share(SimpleNamespace(events=lambda: kernels)) == 0.3  # 4 to 6 and 9 to 10, of 10
