@@ -14,8 +14,7 @@
 #   racecheck  No race in shared memory between ordinary loads and stores. racecheck does not follow TMA and WGMMA (the
 #              asynchronous proxy), so it proves nothing about those. Excluded from racecheck (release 2025.3) are
 #              - the tile products: racecheck does not know which accesses an mbarrier orders, and reports each such
-# pair
-#                as a race;
+#                pair as a race;
 #              - sort_kernel: for 1,600 tokens racecheck reports pairs that a BAR.SYNC of all threads separates,
 #                different pairs in every run;
 #              - the cases of few tokens, and with them gate_pack_small, gate_pack_fewest, pack_product and row_cluster:

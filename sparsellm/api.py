@@ -155,7 +155,7 @@ def evaluate(checkpoint: str | Path, **settings: Any) -> dict[str, Any]:
 
     Args:
         checkpoint: A run (its last checkpoint), a checkpoint, an hf/ folder or a hub name.
-        settings: The other keys of `sparsellm evaluate --help`, for example tasks=["piqa"], limit=20.
+        settings: The other keys of `sparsellm evaluate --help`, except export, for example tasks=["piqa"], limit=20.
 
     Returns:
         The contents of results.json (described in docs/EVALUATION.md).
@@ -166,6 +166,8 @@ def evaluate(checkpoint: str | Path, **settings: Any) -> dict[str, Any]:
         OSError: If a file cannot be written, mostly because the disk is full.
     """
     config = from_values({"checkpoint": checkpoint, **settings}, EvaluateConfig)
+    if config.export is not None:
+        raise ConfigError(["export writes rows and scores nothing: use the command `sparsellm evaluate export=DIR`"])
     # Garbage collection over the requests and samples, millions of objects, would take a quarter of the time.
     with without_garbage_collection():
         return evaluate_checkpoint(config, record)

@@ -104,3 +104,9 @@ def test_a_configuration_may_be_built_field_by_field(folder):
         train(config)
     assert config.run.name is None  # the caller's object is not changed
     assert all("is not a" not in mistake for mistake in refused.value.mistakes)
+
+
+def test_an_export_is_the_commands_and_is_refused_by_name(tmp_path):
+    with pytest.raises(ConfigError, match="use the command `sparsellm evaluate export=DIR`"):
+        evaluate(None, export=str(tmp_path / "rows"))
+    assert not (tmp_path / "rows").exists()

@@ -33,7 +33,7 @@ def wandb_variables() -> dict[str, Variable]:
     for key, name in VARIABLES.items():
         if text := os.environ.get(name, "").strip():
             found[key] = _variable(key, name, text)
-    if (text := os.environ.get(DISABLED, "")).lower() in ("1", "true", "yes", "on"):
+    if (text := os.environ.get(DISABLED, "").strip()).lower() in ("1", "true", "yes", "on"):
         found["wandb"] = Variable(DISABLED, text, WandbMode.disabled.name)
     return found
 

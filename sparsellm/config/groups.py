@@ -31,8 +31,14 @@ def groups() -> list[str]:
 def swept_values(name: str, folders: tuple[Path, ...] = ()) -> tuple[Path, list[str]]:
     """The file sweep/NAME.yaml in configs/ or one of `folders`, and its overrides, each with a list of values. Raises
     ValueError if the file is invalid."""
-    found = next(path for folder in (CONFIGS, *folders) if (path := folder / SWEEP / f"{name}.yaml").is_file())
-    text = found.read_text(encoding="utf-8")
+    paths = (folder / SWEEP / f"{name}.yaml" for folder in (CONFIGS, *folders))
+    found = next(path for path in paths if path.exists() or path.is_symlink())
+    try:
+        text = found.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{found} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{found}: byte {error.start + 1} is not UTF-8") from error
     try:
         read = yaml.safe_load(text)
     except yaml.YAMLError as error:

@@ -13,7 +13,7 @@ from sparsellm.config.schema import Config
 from sparsellm.config.values import to_dict
 
 WIDTH = 118
-LEFT_OUT = {"evaluate.checkpoint", "evaluate.output_dir"}  # a sweep sets these for each run
+LEFT_OUT = {"evaluate.checkpoint", "evaluate.export", "evaluate.output_dir"}  # a sweep sets or refuses these
 
 
 def text(command: str, program: str) -> str:

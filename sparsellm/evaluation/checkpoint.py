@@ -151,7 +151,7 @@ class Evaluation:
                 loaded[name] = tasks.load_on_all(name, self.config.data_dir, self.ranks)
             except tasks.TaskUnavailable as error:
                 self._fail(name, str(error))
-        if self.failed and self.config.data_dir is None:
+        if self.failed and self.config.data_dir is None and self.checkpoint.run is not None:
             self.ranks.say("tasks=none evaluates the held-out text alone, without rows from the hub")
         if not begun:
             self._model(Kernels.torch)  # refuse a broken model even if all rows are finished

@@ -168,12 +168,8 @@ class SparseFeedForward(nn.Module):
         """
         call = self._last()
         assert self.in_training is not None
-        counted = [
-            call.nnz.double(),
-            call.fired.double().mean(),
-            call.l1,
-            call.rest_calls,
-        ]  # nnz is float64, because float32 rounds large counts
+        # float64, because float32 rounds large counts
+        counted = [call.nnz.double(), call.fired.double().mean(), call.l1, call.rest_calls]
         nnz, fired, l1, rest_calls = torch.stack(counted).tolist()
         tokens, engine = max(call.tokens, 1), Plan.read(self.in_training.plan).engine.name
         return {"engine": engine, "nonzeros": nnz / tokens, "fired": fired, "l1": l1 / tokens, "rest_calls": rest_calls}

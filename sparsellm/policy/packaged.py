@@ -35,9 +35,7 @@ class Formula(NamedTuple):
     mean: float = 0.0  # times the nonzeros per token: if tokens are not ordered, the call waits for its fullest tile
     products: int = 0  # number of GEMMs, each with 2 K operations per activation (tile: per neuron of the union)
     flops: float = math.inf  # operations per second in these GEMMs
-    table: dict[str, float] | None = (
-        None  # tokens -> seconds at the measured layer's N; the seconds are proportional to N
-    )
+    table: dict[str, float] | None = None  # tokens -> seconds at the measured layer's N, proportional to N
     widths: list[int] | None = None  # the formula is valid for these K; None: any
     # The engine is chosen up to this many nonzeros: per token; per token as a share of N; per call as a share of N.
     most_per_token: float | None = None

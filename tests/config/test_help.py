@@ -20,7 +20,7 @@ from sparsellm.config.values import flat_types
         ("analyze", AnalyzeConfig, "", ()),
         ("benchmark", BenchmarkConfig, "", ()),
         ("sweep", SweepConfig, "sweep.", ()),
-        ("sweep", EvaluateConfig, "evaluate.", ("checkpoint", "output_dir")),
+        ("sweep", EvaluateConfig, "evaluate.", ("checkpoint", "export", "output_dir")),
     ],
 )
 def test_every_key_stands_there_with_its_default_and_its_meaning(command, schema, prefix, left_out):
