@@ -21,6 +21,7 @@ from sparsellm.system.streams import OutputLost, outlast
 
 HELP = ("-h", "--help")
 INTERRUPTED = 128 + signal.SIGINT
+SECONDS_AFTER_AN_INTERRUPT = 10  # the longest that a command may take to end
 
 
 def main() -> None:
@@ -96,6 +97,9 @@ def _interruptible(command: str, arguments: list[str], program: str) -> int:
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         interrupts.append(number)
+        # A bare `except` in a library may catch the KeyboardInterrupt, and the command would go on.
+        signal.signal(signal.SIGALRM, end_at_once)
+        signal.setitimer(signal.ITIMER_REAL, SECONDS_AFTER_AN_INTERRUPT)
         signal.default_int_handler(number, frame)
 
     def end_if_dropped(dropped: "sys.UnraisableHookArgs") -> None:
@@ -133,3 +137,4 @@ def _interruptible(command: str, arguments: list[str], program: str) -> int:
         return INTERRUPTED
     finally:
         sys.unraisablehook = say_dropped
+        signal.setitimer(signal.ITIMER_REAL, 0)

@@ -146,6 +146,32 @@ cli.run("push", ["checkpoint=x", "repo=a/b"])
     assert done.stderr.endswith("\nsparsellm push: interrupted; run the same command to start again\n")
 
 
+def test_an_interrupt_that_a_library_catches_ends_the_command_a_little_later():
+    code = """
+import os, signal, sys, time, types
+from sparsellm import cli
+
+cli.SECONDS_AFTER_AN_INTERRUPT = 0.2
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs, and theirs, begin by ignoring it
+
+def main(_arguments, _program):
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
+    except:
+        print("caught", flush=True)
+    time.sleep(60)
+    return 0
+
+sys.modules["sparsellm.commands.push"] = types.SimpleNamespace(main=main)
+cli.run("push", ["checkpoint=x", "repo=a/b"])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 130
+    assert done.stdout == "caught\n"
+    assert done.stderr.endswith("\nsparsellm push: interrupted; run the same command to start again\n")
+
+
 @pytest.mark.slow
 def test_the_first_mistake_a_person_makes_is_answered_without_a_traceback(tmp_path):
     for arguments, words in (
