@@ -171,8 +171,8 @@ def copy_speed(device: torch.device) -> float:
 def engines_of(model: nn.Module, tokens: int) -> Counter[str]:
     """{engine: number of layers that chose it} for calls with `tokens` tokens on the GPU."""
     x = torch.empty(tokens, 8, dtype=torch.bfloat16, device="cuda")
-    choices = [block.choice for block in model.modules() if isinstance(block, SparseFeedForward)]
-    return Counter(choice._plan(x)[0].engine.name for choice in choices)
+    blocks = [block for block in model.modules() if isinstance(block, SparseFeedForward)]
+    return Counter(block.choice._plan(x, block.up_proj.weight)[0].engine.name for block in blocks)
 
 
 def run_case(

@@ -103,7 +103,7 @@ def test_an_accelerated_model_trains_on_the_tile_engine(monkeypatch):
     monkeypatch.setattr(Policy, "choose_training_engine", staticmethod(lambda *_, current: Engine.tile))
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=96, hidden_size=K, intermediate_size=N, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=96, hidden_size=K, intermediate_size=N // 4, num_hidden_layers=2, num_attention_heads=4,
         hidden_act="relu", initializer_range=0.1,
     )  # fmt: skip
     theirs = LlamaForCausalLM(config).to(DEVICE)
