@@ -10,7 +10,7 @@ from sparsellm.config import ConfigError, entry_point
 from sparsellm.data import DataError
 from sparsellm.distributed.groups import MainRankFailed, RanksMissing
 from sparsellm.runs.folder import RunFolderError
-from sparsellm.system.console import is_main_rank, warn
+from sparsellm.system.console import warn, warn_on_main
 from sparsellm.system.errors import SparsellmError
 from sparsellm.training import warm_start
 from sparsellm.training.run import Run, check, of_rank, run
@@ -29,8 +29,7 @@ def exit_code(work: Callable[[], Run]) -> int:
     except (ConfigError, RanksMissing):
         raise
     except SparsellmError as error:  # raised on all ranks
-        if is_main_rank():
-            warn(str(error))
+        warn_on_main(str(error))
         return 1
     return int(done.diverged) if done.stopped is None else 128 + done.stopped
 

@@ -14,7 +14,7 @@ from sparsellm.config.compose import AnyConfig, as_yaml, composition
 from sparsellm.config.errors import ConfigError
 from sparsellm.config.overrides import sweep_request
 from sparsellm.config.schema import EvaluateConfig
-from sparsellm.system.console import is_main_rank, warn
+from sparsellm.system.console import warn, warn_on_main
 from sparsellm.system.errors import SparsellmError
 
 CFG = "--cfg"  # like Hydra's: --cfg job prints the composed configuration
@@ -51,13 +51,13 @@ def entry_point(
                 if found := composed.mistakes + found:
                     raise ConfigError(list(dict.fromkeys(found)))
                 for note in composed.notes:
-                    _warn(note)
+                    warn_on_main(note)
                 if show:
                     print(as_yaml(config), end="")
                     return 0
                 return main(config)
             except ConfigError as error:
-                _warn(str(error))
+                warn_on_main(str(error))
                 return 2
             except SparsellmError as error:
                 warn(str(error))
@@ -87,7 +87,7 @@ def refused(name: str, arguments: list[str]) -> bool:
         if found:
             raise ConfigError(list(dict.fromkeys(found)))
     except ConfigError as error:
-        _warn(str(error))
+        warn_on_main(str(error))
         return True
     return False
 
@@ -107,9 +107,3 @@ def looked_at(look: Callable[[], list[str]]) -> list[str]:
 def _without_cfg(arguments: list[str]) -> list[str]:
     at = arguments.index(CFG)
     return arguments[:at] + arguments[at + (2 if arguments[at + 1 : at + 2] == ["job"] else 1) :]
-
-
-def _warn(text: str) -> None:
-    """Print on the main rank only, because all ranks have the same command line and errors."""
-    if is_main_rank():
-        warn(text)

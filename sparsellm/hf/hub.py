@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sparsellm.system.console import is_main_rank, warn
+from sparsellm.system.console import warn, warn_on_main
 from sparsellm.system.errors import one_line
 
 SECONDS = 5  # timeout for the hub's answer
@@ -20,10 +20,9 @@ PATIENCE = (2, 5, 10, 30, 60, 120, 240)  # seconds between attempts while the hu
 
 def answers(what: str) -> bool:
     """Whether the hub answers. The main rank prints that it looks for `what` on the hub, and if that fails, why."""
-    if is_main_rank():
-        warn(f"looking for {what} on the hub")
-    if (reason := obstacle()) is not None and is_main_rank():
-        warn(f"{reason}: using only files that this machine has cached")
+    warn_on_main(f"looking for {what} on the hub")
+    if (reason := obstacle()) is not None:
+        warn_on_main(f"{reason}: using only files that this machine has cached")
     return reason is None
 
 

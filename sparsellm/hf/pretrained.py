@@ -20,10 +20,11 @@ import torch
 
 from sparsellm.hf import published, tokenizer_file
 from sparsellm.system import regular
-from sparsellm.system.console import is_main_rank, warn
+from sparsellm.system.console import warn_on_main
 from sparsellm.system.errors import SparsellmError, listed
 
 T = TypeVar("T")
+_say_once = cache(warn_on_main)  # a model is read several times per process
 
 NAMED = 4  # maximum number of tensors that a message lists per kind of damage
 REMEDY = "restore the checkpoint from its source, or choose another checkpoint"
@@ -186,12 +187,6 @@ def read_tokenizer(path: str | Path, vocab_size: int) -> Any:
             f" {vocab_size:,}: tokenizer and model should come from one checkpoint; {REMEDY}"
         )
     return tokenizer
-
-
-@cache
-def _say_once(text: str) -> None:
-    if is_main_rank():
-        warn(text)
 
 
 def stop_tokens(path: str | Path, tokenizer: Any = None) -> set[int]:

@@ -10,7 +10,7 @@ import torch
 
 from sparsellm.ops import build, cuda
 from sparsellm.ops.compiler import KernelsUnavailable
-from sparsellm.system.console import is_main_rank, warn
+from sparsellm.system.console import warn_on_main
 
 DRIVER = Path("/proc/driver/nvidia/version")  # exists where the driver of an NVIDIA GPU is loaded
 NAMES = {"cuda": "the CUDA kernels", "triton": "the Triton kernels"}
@@ -60,9 +60,9 @@ def available() -> tuple[bool, str]:
         raise
     except KernelsUnavailable as error:
         why = str(error) if torch.cuda.is_available() or DRIVER.exists() else "this machine has no NVIDIA GPU"
-        if why not in _said and is_main_rank():
+        if why not in _said:
             missing = NAMES[of_this_machine()]
-            warn(f"PyTorch computes the feedforward layers because {missing} are unavailable: {why}")
+            warn_on_main(f"PyTorch computes the feedforward layers because {missing} are unavailable: {why}")
         _said.add(why)
         return False, why
     return True, ""

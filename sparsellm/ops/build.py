@@ -28,7 +28,7 @@ from sparsellm.ops import borders, compiler
 from sparsellm.ops.compiler import LIBRARY, KernelsUnavailable, require_gpu
 from sparsellm.ops.resources import resources, table
 from sparsellm.system import locks, regular
-from sparsellm.system.console import is_main_rank, warn
+from sparsellm.system.console import warn, warn_on_main
 
 LOG = "build.log"
 NAMED = "SPARSELLM_KERNELS"
@@ -116,11 +116,10 @@ def prebuilt() -> Path | None:
     if packaged.is_file():
         if compiler.fits(packaged):
             return packaged
-        if is_main_rank():
-            warn(
-                f"{packaged} is not used, because it was not built from the sources next to it: reinstall sparsellm, or"
-                " remove this library"
-            )
+        warn_on_main(
+            f"{packaged} is not used, because it was not built from the sources next to it: reinstall sparsellm, or"
+            " remove this library"
+        )
     cached = _cached()
     return cached if cached.is_file() else None
 

@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from sparsellm.ops.triton.tuning import Shape, Tuning
 from sparsellm.policy.costs import Costs
 from sparsellm.policy.measure import METHOD
 from sparsellm.system import locks, regular
-from sparsellm.system.console import is_main_rank, warn
+from sparsellm.system.console import warn, warn_on_main
 from sparsellm.system.errors import SparsellmError
 from sparsellm.system.files import read_sealed, write_sealed
 from sparsellm.system.packages import PackageMissing
@@ -69,12 +69,8 @@ def measuring() -> Iterator[bool]:
         yield True
         return
     with lock:
-        yield locks.take(lock, _say_waiting, lambda: time.monotonic() >= deadline)
-
-
-def _say_waiting() -> None:
-    if is_main_rank():
-        warn("another process is measuring this GPU model; waiting for it")
+        waiting = partial(warn_on_main, "another process is measuring this GPU model; waiting for it")
+        yield locks.take(lock, waiting, lambda: time.monotonic() >= deadline)
 
 
 def kept(layers: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Costs]:

@@ -12,7 +12,7 @@ from sparsellm.model.dtypes import DTYPES
 from sparsellm.ops import backend
 from sparsellm.runs.layout import CONFIG, HF, STATE
 from sparsellm.runs.locate import Checkpoint, CheckpointNotFound
-from sparsellm.system.console import is_main_rank, warn
+from sparsellm.system.console import warn_on_main
 
 
 def default_on(device: str) -> str:
@@ -70,8 +70,7 @@ def load_float32(checkpoint: Checkpoint) -> tuple[ModelConfig, Activation, dict[
     assert checkpoint.folder is not None  # because the checkpoint has checksums
     state = checkpoint.folder / STATE
     if not state.is_dir():
-        if is_main_rank():
-            warn(f"{checkpoint} has no {STATE}/: its weights are those of {HF}/, which are rounded to bfloat16")
+        warn_on_main(f"{checkpoint} has no {STATE}/: its weights are those of {HF}/, which are rounded to bfloat16")
         return conversion.load(checkpoint.model)
     checkpoint.verify(STATE)
     config, activation = conversion.architecture(checkpoint.model)

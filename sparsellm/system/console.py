@@ -32,6 +32,12 @@ def is_main_rank() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
+def warn_on_main(text: str) -> None:
+    """`warn` on rank 0 only, for what all ranks find."""
+    if is_main_rank():
+        warn(text)
+
+
 @contextmanager
 def progress(title: str, total: int, unit: str, shown: bool = True) -> Iterator[Callable[[int], object]]:
     """Yields advance(n). Shows a bar on a terminal, otherwise a line every few seconds, which keeps log files readable.

@@ -7,7 +7,7 @@ from typing import Any
 import pynvml
 import torch
 
-from sparsellm.system.console import is_main_rank, warn
+from sparsellm.system.console import warn_on_main
 
 
 class EnergyMeter:
@@ -46,7 +46,6 @@ def _counter(device: torch.device) -> Any | None:
         handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
         pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
     except pynvml.NVMLError as error:
-        if is_main_rank():
-            warn(f"energy is not measured: {error}")
+        warn_on_main(f"energy is not measured: {error}")
         return None
     return handle
