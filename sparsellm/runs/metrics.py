@@ -170,12 +170,11 @@ def reduce_step(
     disabled. `mj_per_token`: energy of this rank's GPU per token of the global batch.
     """
     summed = {
-        "ce": sums.ce, "stop": torch.full_like(sums.ce, stop), "kl": sums.kl, "l1": sums.l1, "nnz": sums.nnz,
+        "ce": sums.ce, "stop": torch.full_like(sums.ce, stop),
+        "kl": torch.zeros_like(sums.ce) if sums.kl is None else sums.kl, "l1": sums.l1, "nnz": sums.nnz,
         "wide_segments": sums.wide_segments, "rest_calls": sums.rest_calls,
         "mj_per_token": torch.full_like(sums.ce, mj_per_token),
     }  # fmt: skip
-    if sums.kl is None:
-        summed["kl"] = torch.zeros_like(sums.ce)
     names = ("grad_norm", "skipped", "skipped_in_row")
     same: dict[str, Tensor | None] = dict(zip(names, optimizer_state, strict=True))
     same["dead"] = None if silent_tokens is None else (silent_tokens >= dead_after_tokens).sum(1)

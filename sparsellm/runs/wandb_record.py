@@ -132,28 +132,27 @@ class WandbRun:
 
     def alert(self, title: str, text: str) -> None:
         """Send an alert: Weights & Biases notifies the run's owner."""
-        if self._run is None:
-            return
         self._attempt(lambda: self._run.alert(title, text, level="ERROR"))
 
     def figures(self, step: int, files: list[Path]) -> None:
         """Add figures, drawn after `step`, under their file names."""
-        if self._run is None:
-            return
-        import wandb
 
-        self._attempt(lambda: self._log(step, {f"plots/{path.stem}": wandb.Image(str(path)) for path in files}))
+        def add() -> None:
+            import wandb
+
+            self._log(step, {f"plots/{path.stem}": wandb.Image(str(path)) for path in files})
+
+        self._attempt(add)
 
     def evaluation(self, step: int, scores: dict[str, float], table: str, tasks: dict[str, dict[str, Any]]) -> None:
         """Add an evaluation of the checkpoint at `step`: as a row, in the run's summary, and as a table.
 
         `table`: the table's name. `tasks`: {task: values}; the table's columns are TABLE.
         """
-        if self._run is None:
-            return
-        import wandb
 
         def add() -> None:
+            import wandb
+
             rows = [[name, *(values[key] for key in TABLE)] for name, values in tasks.items()]
             self._run.define_metric("evaluation/*", step_metric="evaluation/step")
             self._log(step, {"evaluation/step": step, **scores, table: wandb.Table(["task", *TABLE], rows)})
@@ -206,7 +205,9 @@ class WandbRun:
             self._say_lacking(f"its file has not grown for {now - self._waiting_since:.0f} s")
 
     def _attempt(self, work: Callable[[], object]) -> Exception | None:
-        """Call wandb through `work`, and report a failure once."""
+        """Call wandb through `work`, and report a failure once. Does nothing if there is no record."""
+        if self._run is None:
+            return None
         try:
             with _quiet_logging():
                 work()
