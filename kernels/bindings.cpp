@@ -227,6 +227,12 @@ int64_t limit(std::string name) {
   if (name == "tile capacity") return sparsellm::tile_max_capacity();
   if (name == "few tokens") return sparsellm::kFewTokens;
   if (name == "many tokens") return sparsellm::kManyTokens;
+  if (name == "runtime version") return CUDART_VERSION;
+  if (name == "driver version") {  // the newest CUDA that the driver supports; 0 without a driver
+    int version = 0;
+    cudaDriverGetVersion(&version);
+    return version;
+  }
   refuse("limit", "there is no limit named " + name);
 }
 

@@ -84,7 +84,8 @@ def _check_device() -> None:
 
 
 def _load(path: Path) -> None:
-    """Load the library, and check that its kernels change their algorithms at the token counts given in borders.py."""
+    """Load the library. Check that the driver supports the library's CUDA runtime, and that the kernels change their
+    algorithms at the token counts given in borders.py."""
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
@@ -96,8 +97,15 @@ def _load(path: Path) -> None:
         raise KernelsUnavailable(
             f"the built kernels do not load ({error}): remove {path} to build them again"
         ) from error
+    limit = torch.ops.sparsellm_cuda.limit
+    driver, needed = limit("driver version"), limit("runtime version") // 1000  # 13020 is CUDA 13.2
+    if driver // 1000 < needed:  # a driver supports all runtimes of its major version
+        raise KernelsUnavailable(
+            f"the NVIDIA driver supports CUDA {driver // 1000}.{driver % 1000 // 10}: it should support CUDA {needed},"
+            " for which the kernels were built; update the driver (CUDA 13 needs 580 or later)"
+        )
     for name, ours in (("few tokens", borders.FEW_TOKENS), ("many tokens", borders.MANY_TOKENS)):
-        if (theirs := torch.ops.sparsellm_cuda.limit(name)) != ours:
+        if (theirs := limit(name)) != ours:
             raise KernelsUnavailable(
                 f"the kernels' limit for {name} is {theirs:,}: it should be {ours:,}, as in sparsellm/ops/borders.py"
             )

@@ -17,6 +17,7 @@ BINDINGS = Path(__file__).parents[2] / "kernels" / "bindings.cpp"
 LIMITS = {
     "tile tokens": 1 << 23, "tile tokens with gradients": 1 << 22, "tile capacity": (1 << 32) - (1 << 14),
     "few tokens": borders.FEW_TOKENS, "many tokens": borders.MANY_TOKENS,
+    "driver version": 13000, "runtime version": 13020,
 }  # fmt: skip
 ASKED = []
 

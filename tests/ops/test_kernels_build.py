@@ -368,6 +368,17 @@ class TestLoading:
             build.load()
         assert not build.loaded()
 
+    def test_a_driver_older_than_the_kernels_runtime_is_named_and_pytorch_computes(self, monkeypatch, workshop, capsys):
+        self.machine(monkeypatch)
+        monkeypatch.setattr(torch.ops, "load_library", lambda _: None)
+        limits = {**LIMITS, "driver version": 12080}
+        monkeypatch.setattr(torch.ops, "sparsellm_cuda", SimpleNamespace(limit=limits.get), raising=False)
+        there, reason = backend.available()
+        assert not there
+        assert reason.startswith("the NVIDIA driver supports CUDA 12.8: it should support CUDA 13")
+        assert "PyTorch computes the feedforward layers" in capsys.readouterr().err
+        assert not build.loaded()
+
     def test_a_failure_is_not_tried_again(self, monkeypatch, workshop):
         self.machine(monkeypatch)
         (workshop.kernels / "bindings.cpp").write_text("error")
