@@ -171,7 +171,7 @@ def _run(figure: Figure, rows: dict[str, Rows], longer: dict[str, Rows]) -> None
 
 def _lines(axes: Axes, training: tuple[list[float], list[float]], forward: tuple[list[float], list[float]]) -> None:
     axes.set_title(
-        "One feedforward layer: speedup over the same layer in compiled dense PyTorch (one H200)", loc="left",
+        "One feedforward layer: speedup over the same layer in compiled dense PyTorch (one H100)", loc="left",
         fontweight="bold",
     )  # fmt: skip
     axes.axvspan(36, 116, color=OURS, alpha=0.09, linewidth=0)

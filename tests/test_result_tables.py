@@ -3,13 +3,17 @@
 import json
 import math
 import re
+from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import NamedTuple
 
 import pytest
 
+from scripts.benchmarks.bench_calibration import LAYERS, slower
+from scripts.benchmarks.patterns import BASES
 from scripts.compare_runs import seconds, seconds_to
+from sparsellm.policy.report import NEAR
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs/results"
@@ -19,6 +23,13 @@ REPEATED, UNMEASURED = "tables-that-repeat-results", "tables-without-measurement
 GIB, NEURONS = 2**30, 5_632
 PROVENANCE = {"machine", "date", "commit", "versions"}  # and the command or commands
 TRANSCRIBED = "transcribed from LOG"  # "source" of a file that no benchmark wrote
+PATTERNS = {  # of bench_ffn: how the tables call them
+    "sparse": "sparse sample, recorded", "synthetic29": "synthetic", "layer1": "layer 1, recorded",
+    "layer2": "layer 2, recorded", "layer4gate": "layer 4, its own input and weights", "layer4": "layer 4, recorded",
+    "layer7": "layer 7, recorded", "synthetic300": "synthetic", "synthetic900": "synthetic",
+    "synthetic2800": "synthetic",
+}  # fmt: skip
+FEW_TOKENS = ("sparse", "layer1", "layer4", "layer7")  # the patterns in tables of 1 to 1,024 tokens
 
 # Tables whose numbers are in no file yet. Remove a table here once a benchmark has written its file. Never add one: a
 # new table comes with its file.
@@ -28,21 +39,13 @@ WITHOUT_A_FILE = {
     "RESULTS.md#sharded-training-fsdp2",
     "RESULTS.md#sharded-training-fsdp2 2",
     "RESULTS.md#sharded-training-fsdp2 3",
-    "RESULTS.md#training-step-qwen3-8b-and-llama-3-8b-shapes",
-    "RESULTS.md#dense-training-throughput-and-mfu",
     "RESULTS.md#forward-pass-of-whole-models",
     "RESULTS.md#text-generation-tokens-per-second",
     "RESULTS.md#text-generation-tokens-per-second 2",
     "RESULTS.md#generate-of-transformers",
     "RESULTS.md#generate-of-transformers 2",
-    "RESULTS.md#small-batches-and-host-overhead",
     "RESULTS.md#making-a-dense-model-sparse 2",
     "RESULTS.md#l1-loss-the-first-400-steps",
-    "RESULTS.md#one-layer-forward-pass",
-    "RESULTS.md#one-layer-forward-and-backward",
-    "RESULTS.md#one-layer-decoding",
-    "RESULTS.md#triton-kernels",
-    "RESULTS.md#engine-choice-by-calibration",
     "RESULTS.md#evaluation-speed-compared-with-lm-eval",
     "RESULTS.md#benchmark-compared-with-the-scripts",
 }
@@ -120,6 +123,7 @@ class Cells(NamedTuple):
 
     numbers: list | None
     tolerance: float = 0  # relative, in addition to rounding
+    label: str | None = None  # the first cell
 
 
 def numbers(text):
@@ -132,7 +136,8 @@ def differences(rows, expected):
     """A line for each row whose numbers are not the expected ones, rounded."""
     assert len(rows) == len(expected)
     found = []
-    for (label, *cells), (values, tolerance) in zip(rows, expected, strict=True):
+    for (label, *cells), (values, tolerance, name) in zip(rows, expected, strict=True):
+        assert name in (None, label)
         shown = numbers(" | ".join(cells))
         if values is not None and not (
             len(shown) == len(values)
@@ -248,6 +253,63 @@ def widths():
         yield Cells([*found, run["ktokens_per_s_of_three_at_once"]])
 
 
+def training_steps(*names):
+    """A row per file of bench_train with PyTorch and the kernels."""
+    for name in names:
+        base, fast = json.loads((FOLDER / name).read_text())["runs"]
+        speeds = [base["tokens_per_s"], fast["tokens_per_s"], fast["ratio"]]
+        yield Cells([mean(fast["nonzeros"]), *speeds, fast["peak_ratio"], fast["mj_ratio"]])
+
+
+def dense_training():
+    for run in json.loads((FOLDER / "dense_training.json").read_text())["runs"]:
+        _, micro_batch = run["micro_batches"]
+        shares = [100 * run["mfu"], run["peak_bytes"] / GIB, 100 * run["data_wait"]]
+        yield Cells([micro_batch, run["tokens_per_s"], run["ratio"], *shares])
+
+
+def layers(name):
+    """{(pattern, tokens): {variant: speedup, or time relative to cuBLAS's gate}} of a file of bench_ffn."""
+    found = {}
+    for result in json.loads((FOLDER / name).read_text())["results"]:
+        values = {row["variant"]: row.get("speedup") or row["of_gate"] for row in result["variants"]}
+        values["dense ms"] = min(row["ms"] for row in result["variants"] if row["variant"] in BASES)
+        found[result["pattern"], result["tokens"]] = values | {"nonzeros": result["nonzeros_per_token"]}
+    return found
+
+
+def one_layer(name, columns):
+    """A row per number of tokens and pattern."""
+    found = layers(name)
+    for tokens in sorted({tokens for _, tokens in found}, reverse=True):
+        for pattern, label in PATTERNS.items():
+            yield Cells([tokens, *(found[pattern, tokens][column] for column in columns)], label=label)
+
+
+def few_tokens(name):
+    """A row per pattern, two numbers per number of tokens."""
+    found = layers(name)
+    for pattern in FEW_TOKENS:
+        each = [found[pattern, tokens] for tokens in sorted({tokens for _, tokens in found})]
+        yield Cells([value for at in each for value in (at["nonzeros"], at["row"])], label=PATTERNS[pattern])
+
+
+def triton_kernels():
+    forward, training = layers("triton_forward.json"), layers("triton_training.json")
+    for pattern, label in PATTERNS.items():
+        at = forward[pattern, 16_384], forward[pattern, 131_072], training[pattern, 16_384]
+        yield Cells([at[0]["nonzeros"], *(each["tile"] for each in at)], label=label)
+
+
+def engine_choice():
+    found = json.loads((FOLDER / "calibration.json").read_text())["results"]
+    for layer in LAYERS:
+        cells = [cell for cell in found if cell["layer"] == layer]
+        behind = [[slower(cell, policy) for cell in cells] for policy in ("calibrated", "packaged")]
+        within = [value for each in behind for value in (sum(one <= NEAR for one in each), 100 * max(each))]
+        yield Cells([len(cells), *within], label=layer.replace("x", " x "))
+
+
 COMPARED = {
     "RESULTS.md#a-whole-training-run-05b-on-two-h100s": a_whole_run,
     "RESULTS.md#l1-compared-with-relu-and-silu-300m-tokens": l1_relu_silu,
@@ -255,7 +317,18 @@ COMPARED = {
     "RESULTS.md#what-sparsity-costs-14-runs-of-a-30m-model": fourteen_runs,
     "RESULTS.md#making-a-dense-model-sparse": dense_to_sparse,
     "RESULTS.md#wider-layers-a-first-screen-at-30m": widths,
-}
+    "RESULTS.md#training-step-qwen3-8b-and-llama-3-8b-shapes":
+        partial(training_steps, "training_step_qwen3_8b.json", "training_step_llama3_8b.json"),
+    "RESULTS.md#dense-training-throughput-and-mfu": dense_training,
+    "RESULTS.md#one-layer-forward-pass":
+        partial(one_layer, "layer_forward.json", ("nonzeros", "dense ms", "gate_pack", "row", "tile", "dense")),
+    "RESULTS.md#one-layer-forward-and-backward":
+        partial(one_layer, "layer_training.json", ("nonzeros", "dense ms", "tile", "dense")),
+    "RESULTS.md#one-layer-decoding": partial(few_tokens, "layer_decoding.json"),
+    "RESULTS.md#small-batches-and-host-overhead": partial(few_tokens, "layer_small_batches.json"),
+    "RESULTS.md#triton-kernels": triton_kernels,
+    "RESULTS.md#engine-choice-by-calibration": engine_choice,
+}  # fmt: skip
 
 
 def test_every_table_with_a_file_is_compared():
