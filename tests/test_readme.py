@@ -19,7 +19,7 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / 
 DOCUMENTS += [ROOT / "scripts/benchmarks/README.md"]
 GUIDE = sorted((ROOT / "docs").glob("*.md"))
 HISTORY = ROOT / "docs/dev/LOG.md"  # its commands are what was typed then
-BEGINNINGS = ("sparsellm ", "python -m sparsellm.", "python -m scripts.benchmarks.bench_train", "torchrun ")
+BEGINNINGS = ("sparsellm ", "python -m sparsellm.", "python -m scripts.benchmarks.bench_train ", "torchrun ")
 
 
 class Command(NamedTuple):

@@ -5,7 +5,7 @@ import math
 import re
 from functools import partial
 from pathlib import Path
-from statistics import mean, median
+from statistics import fmean, median
 from typing import NamedTuple
 
 import pytest
@@ -34,12 +34,12 @@ FEW_TOKENS = ("sparse", "layer1", "layer4", "layer7")  # the patterns in tables 
 # Tables whose numbers are in no file yet. Remove a table here once a benchmark has written its file. Never add one: a
 # new table comes with its file.
 WITHOUT_A_FILE = {
-    "RESULTS.md#training-step-speed-and-memory",
+    "RESULTS.md#training-step-speed-and-memory 2",
     "RESULTS.md#training-in-80-gb-the-largest-micro-batch",
     "RESULTS.md#sharded-training-fsdp2",
     "RESULTS.md#sharded-training-fsdp2 2",
     "RESULTS.md#sharded-training-fsdp2 3",
-    "RESULTS.md#forward-pass-of-whole-models",
+    "RESULTS.md#forward-pass-of-whole-models 2",
     "RESULTS.md#text-generation-tokens-per-second",
     "RESULTS.md#text-generation-tokens-per-second 2",
     "RESULTS.md#generate-of-transformers",
@@ -47,7 +47,6 @@ WITHOUT_A_FILE = {
     "RESULTS.md#making-a-dense-model-sparse 2",
     "RESULTS.md#l1-loss-the-first-400-steps",
     "RESULTS.md#evaluation-speed-compared-with-lm-eval",
-    "RESULTS.md#benchmark-compared-with-the-scripts",
 }
 # Files from before benchmarks recorded their command, machine, date, commit and versions. Never add one.
 WITHOUT_PROVENANCE = {
@@ -102,8 +101,8 @@ def test_a_command_in_results_writes_the_file_that_a_table_lacks():
 
 
 def test_every_file_says_how_it_was_made():
-    files = {path.name for path in FOLDER.rglob("*.json*")}
-    named = {name for cell in listed(WITH).values() for name in re.findall(r"\]\(([\w.]+)\)", cell)}
+    files = {path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.json*")}
+    named = {name for cell in listed(WITH).values() for name in re.findall(r"\]\(([\w./]+)\)", cell)}
     assert files == named, "a file belongs to no table, or a table's file is missing"
     lacking = set()
     for name in files:
@@ -150,6 +149,10 @@ def differences(rows, expected):
     return found
 
 
+def file(name):
+    return json.loads((FOLDER / name).read_text())
+
+
 def runs_of(name):
     return {run["name"]: run for run in map(json.loads, (FOLDER / name).read_text().splitlines())}
 
@@ -191,7 +194,7 @@ def l1_relu_silu():
 
 
 def benchmarks_of_l1_relu_silu():
-    found = json.loads((FOLDER / "0p5b_300m_benchmark.json").read_text())
+    found = file("0p5b_300m_benchmark.json")
     sides = [each["checkpoints"][0]["sides"] for each in found]
 
     def row(phase, unit):
@@ -213,6 +216,69 @@ def benchmarks_of_l1_relu_silu():
     yield row("prefill", 1e3)
     yield row("decode", 1)
     yield Cells(None)  # the whole command
+
+
+def coefficients():
+    runs = [run["rows"] for run in runs_of("0p5b_coefficients.jsonl").values()]
+    at = [{round(row["tokens"] / 1e6): row for row in rows} for rows in runs]
+    last = [rows[-1] for rows in runs]
+
+    def dead(row):
+        return sum(row["dead_per_layer"])
+
+    yield Cells([each[millions]["val_ce"] for each in at for millions in (26, 52, 105)])
+    yield Cells([row["val_ce"] for row in last])
+    yield Cells([each[millions]["nnz_mean"] for each in at for millions in (3, 13, 26, 52)])
+    yield Cells([value for row in last for value in (row["nnz_mean"], 100 * row["nnz_mean"] / NEURONS)])
+    yield Cells([extreme(row["nnz_per_layer"]) for row in last for extreme in (min, max)])
+    yield Cells([dead(each[millions]) for each in at for millions in (52, 79)])
+    yield Cells([value for row in last for value in (dead(row), 100 * dead(row) / (8 * NEURONS))])
+
+
+def trainers():
+    def row(dense, sparse):
+        values = [[each["tokens_per_s"], each["peak_bytes"] / GIB, each["mj_per_token"]] for each in (dense, sparse)]
+        (speed, *others), (ours, *other_ours) = values
+        pairs = [value for pair in zip(others, other_ours, strict=True) for value in pair]
+        return Cells([dense["micro_batch"], speed, ours, ours / speed, *pairs])
+
+    *not_compiled, dense, sparse = (
+        file("transformers_trainer.json")["runs"] + file("transformers_trainer_compiled.json")["runs"]
+    )
+    yield row(*not_compiled[:2])
+    yield row(*not_compiled[2:])
+    yield row(dense, sparse)
+    larger = file("transformers_trainer_16.json")["runs"]
+    assert all(run["out_of_memory"] for run in larger)
+    yield Cells([larger[0]["micro_batch"]])
+    yield row(*file("training_step_1p5b.json")["runs"])
+
+
+def forward_pass():
+    for folder in ("benchmark_or_script", "forward_1p5b"):
+        (checkpoint,) = file(f"{folder}/benchmark.json")["checkpoints"]
+        base, ours = (checkpoint["sides"][side]["forward"] for side in ("PyTorch", "kernels"))
+        speeds = [base["tokens_per_s"] / 1e3, ours["tokens_per_s"] / 1e3, ours["tokens_per_s"] / base["tokens_per_s"]]
+        yield Cells([fmean(checkpoint["nonzeros"]), *speeds, ours["mj_per_token"] / base["mj_per_token"]])
+
+
+def benchmark_and_script():
+    (checkpoint,) = file("benchmark_or_script/benchmark.json")["checkpoints"]
+    command = [checkpoint["sides"][side]["training"] for side in ("kernels", "PyTorch")]
+    script = file("benchmark_or_script.json")["runs"][::-1]
+
+    def values(of, unit=1):
+        both = [[run[of] / unit for run in runs] for runs in (command, script)]
+        return [*both[0], *both[1]], [100 * abs(a / b - 1) for a, b in zip(*both, strict=True)]
+
+    yield Cells([fmean(checkpoint["nonzeros"]), fmean(script[0]["nonzeros"])])
+    speeds, apart = values("tokens_per_s")
+    yield Cells([*speeds, *apart])
+    ratios = [speeds[0] / speeds[1], speeds[2] / speeds[3]]
+    yield Cells([*ratios, 100 * abs(ratios[0] / ratios[1] - 1)])
+    energies, apart = values("mj_per_token")
+    yield Cells([*energies, *apart])
+    yield Cells(values("peak_bytes", GIB)[0])
 
 
 def fourteen_runs():
@@ -243,7 +309,7 @@ def dense_to_sparse():
 
 
 def widths():
-    runs = json.loads((FOLDER / "mini_width.json").read_text())["runs"]
+    runs = file("mini_width.json")["runs"]
     silu = min((run for run in runs if run["activation"] == "silu"), key=lambda run: run["neurons"])
     for run in sorted(runs, key=lambda run: (run["activation"] == "relu", -run["l1_coefficient"], run["neurons"])):
         found = [run["neurons"], run["parameters"] / 1e6, run["held_out_ce"]]
@@ -253,16 +319,17 @@ def widths():
         yield Cells([*found, run["ktokens_per_s_of_three_at_once"]])
 
 
-def training_steps(*names):
+def training_steps(*names, peaks=False):
     """A row per file of bench_train with PyTorch and the kernels."""
     for name in names:
-        base, fast = json.loads((FOLDER / name).read_text())["runs"]
+        base, fast = file(name)["runs"]
         speeds = [base["tokens_per_s"], fast["tokens_per_s"], fast["ratio"]]
-        yield Cells([mean(fast["nonzeros"]), *speeds, fast["peak_ratio"], fast["mj_ratio"]])
+        gib = [run["peak_bytes"] / GIB for run in (base, fast) if peaks]
+        yield Cells([fmean(fast["nonzeros"]), *speeds, *gib, fast["peak_ratio"], fast["mj_ratio"]])
 
 
 def dense_training():
-    for run in json.loads((FOLDER / "dense_training.json").read_text())["runs"]:
+    for run in file("dense_training.json")["runs"]:
         _, micro_batch = run["micro_batches"]
         shares = [100 * run["mfu"], run["peak_bytes"] / GIB, 100 * run["data_wait"]]
         yield Cells([micro_batch, run["tokens_per_s"], run["ratio"], *shares])
@@ -271,7 +338,7 @@ def dense_training():
 def layers(name):
     """{(pattern, tokens): {variant: speedup, or time relative to cuBLAS's gate}} of a file of bench_ffn."""
     found = {}
-    for result in json.loads((FOLDER / name).read_text())["results"]:
+    for result in file(name)["results"]:
         values = {row["variant"]: row.get("speedup") or row["of_gate"] for row in result["variants"]}
         values["dense ms"] = min(row["ms"] for row in result["variants"] if row["variant"] in BASES)
         found[result["pattern"], result["tokens"]] = values | {"nonzeros": result["nonzeros_per_token"]}
@@ -302,7 +369,7 @@ def triton_kernels():
 
 
 def engine_choice():
-    found = json.loads((FOLDER / "calibration.json").read_text())["results"]
+    found = file("calibration.json")["results"]
     for layer in LAYERS:
         cells = [cell for cell in found if cell["layer"] == layer]
         behind = [[slower(cell, policy) for cell in cells] for policy in ("calibrated", "packaged")]
@@ -314,6 +381,12 @@ COMPARED = {
     "RESULTS.md#a-whole-training-run-05b-on-two-h100s": a_whole_run,
     "RESULTS.md#l1-compared-with-relu-and-silu-300m-tokens": l1_relu_silu,
     "RESULTS.md#l1-compared-with-relu-and-silu-300m-tokens 2": benchmarks_of_l1_relu_silu,
+    "RESULTS.md#our-coefficient-and-the-papers": coefficients,
+    "RESULTS.md#training-step-speed-and-memory":
+        partial(training_steps, *(f"training_step_{size}.json" for size in ("0p5b", "1b", "1p5b", "2b")), peaks=True),
+    "RESULTS.md#the-trainer-of-transformers": trainers,
+    "RESULTS.md#forward-pass-of-whole-models": forward_pass,
+    "RESULTS.md#benchmark-compared-with-the-scripts": benchmark_and_script,
     "RESULTS.md#what-sparsity-costs-14-runs-of-a-30m-model": fourteen_runs,
     "RESULTS.md#making-a-dense-model-sparse": dense_to_sparse,
     "RESULTS.md#wider-layers-a-first-screen-at-30m": widths,
