@@ -46,15 +46,17 @@ def small(m, k, seed):
 
 
 def check(x, ws, dy, what, engines=ENGINES):
+    """Assert that the gradients of every engine are exact, and return the last engine's output."""
     names = ("dx", "dw_gate", "dw_up", "dw_down") if len(ws) == 3 else ("dx", "dw_up", "dw_down")
     expected = stepwise(x, ws, dy)
     for way, engine, there in cases.either_way(engines):
         with there:
-            _, found = gradients(engine, x, ws, dy)
+            out, found = gradients(engine, x, ws, dy)
         for name, ours, right in zip(names, found, expected, strict=True):
             if engine == "dense" and name == "dx" and len(ws) == 3:
                 continue  # the dense engine adds two rounded products, so its dx has different bits
             assert_equal(ours, right, f"{what}, {way}: {name}")
+    return out
 
 
 @GATED
@@ -87,6 +89,31 @@ def test_gradients_are_exact_at_any_shape(m, gated):
 def test_gradients_of_the_dense_engine_are_exact_in_many_rounds(gated):
     """A CTA computes more tiles than the fused kernels have places for drawn tiles, so places are reused."""
     check_shape(20_001, 264, 2048, gated, engines=("dense",))
+
+
+def check_sparse_integers(m, k, n, gated, sparser):
+    """Check the tile engine on integers. `sparser` lowers the thresholds, so that fewer neurons fire."""
+    x, ws = cases.integers(m, k, n, gated, seed=n)
+    ws[0][:, 0] -= sparser
+    out = check(x, ws, small(m, k, seed=k), f"M {m}, K {k}, N {n}", engines=("tile",))
+    assert out.rest_calls == 0
+
+
+@GATED
+@pytest.mark.parametrize(("m", "k", "n", "sparser"), [(16_385, 72, 5632, 8), (66_000, 2056, 264, 3)])
+def test_gradients_of_ordered_tokens_are_exact(m, k, n, sparser, gated):
+    """The tokens are ordered, and the tiles of the most frequent neurons are cut into pieces."""
+    check_sparse_integers(m, k, n, gated, sparser)
+
+
+@GATED
+@pytest.mark.parametrize(
+    ("m", "k", "n", "sparser"),
+    [(130, 8, 65_536, 0), (129, 8, 65_528, 0), (130, 65_536, 8, 0), (129, 65_528, 8, 0), (300, 1024, 28_672, 6)],
+)
+def test_gradients_of_the_widest_layers_are_exact(m, k, n, sparser, gated, monkeypatch):
+    monkeypatch.setattr(borders, "capacity", lambda tokens, neurons, room: tokens * neurons)
+    check_sparse_integers(m, k, n, gated, sparser)
 
 
 @GATED
@@ -125,6 +152,16 @@ def test_nonzeros_that_overflow_the_lists_are_not_lost(gated, monkeypatch):
         out, _ = gradients("tile", x, ws, dy)
         assert out.rest_calls == rest_calls
         check(x, ws, dy, f"room for {room}", engines=("tile",))
+
+
+@GATED
+@pytest.mark.parametrize(("m", "k", "n"), [(513, 8, 72), (1100, 72, 264), (1030, 264, 1000), (1537, 136, 392)])
+def test_gradients_of_several_groups_of_tokens_that_overflow_are_exact(m, k, n, gated, monkeypatch):
+    """rest_backward computes dx for groups of 512 tokens; the last group is not full."""
+    monkeypatch.setattr(borders, "capacity", lambda *_: 128)
+    x, ws = cases.integers(m, k, n, gated)
+    out = check(x, ws, small(m, k, seed=n), f"M {m}, K {k}, N {n}", engines=("tile",))
+    assert out.rest_calls == 1
 
 
 @GATED
