@@ -61,7 +61,7 @@ def digest_of(path: Path, size: int, bar: tqdm | None = None) -> xxhash.xxh3_64:
     return digest
 
 
-def digest_of_ends(path: Path, _size: int = 0, _bar: tqdm | None = None) -> xxhash.xxh3_64:
+def digest_of_ends(path: Path) -> xxhash.xxh3_64:
     """The xxh3 of the first and last ENDS bytes of `path`."""
     with path.open("rb") as file:
         digest = xxhash.xxh3_64(file.read(ENDS))
@@ -104,10 +104,9 @@ class Verified:
         return key in self._marks and self._marks[key][0] == stamp(path)
 
     def checksum(
-        self, key: str, path: Path, bar: tqdm | None = None, digest: Callable[..., xxhash.xxh3_64] | None = None
+        self, key: str, path: Path, bar: tqdm | None = None, digest: Callable[[Path], xxhash.xxh3_64] | None = None
     ) -> str:
-        """The `digest` of the file `path` (default: over all bytes), stored under `key`. Raises OSError if the file
-        cannot be read."""
+        """The checksum of `path`, stored under `key`: its `digest`, or that of all bytes. Raises OSError."""
         if self.is_known(key, path):
             return self._marks[key][1]
         before = stamp(path)
@@ -117,7 +116,7 @@ class Verified:
         if 0 < (rest := before.settled_ns - time.time_ns()) <= COARSE_TICK:
             time.sleep(rest / 1e9)
         settled = before.settled_ns <= time.time_ns()
-        found = (digest or digest_of)(path, before.bytes, bar).hexdigest()
+        found = (digest_of(path, before.bytes, bar) if digest is None else digest(path)).hexdigest()
         if settled and stamp(path) == before:
             self._marks[key], self._changed = (before, found), True
         return found

@@ -122,8 +122,7 @@ def _ends(name: str) -> str:
 
 
 def find_files(data: DataConfig) -> Files:
-    """The files of `data` in reading order. With source=hub, queries the hub for them. Raises DataError if none are
-    found."""
+    """The files of `data` in reading order; for source=hub, the hub lists them. Raises DataError if there are none."""
     if data.source == Source.files:
         files, mistakes = local_files(data.files)
         if mistakes:
@@ -168,8 +167,7 @@ def with_sizes(files: Files) -> Files:
 
 
 def require_hub(data: DataConfig) -> None:
-    """Raises DataError if the documents of `data` are on the hub (which are never cached) and the hub does not
-    answer."""
+    """Raises DataError if the documents of `data` are on the hub, and so never cached, but the hub does not answer."""
     if (
         data.source == Source.hub
         and data.dataset is not None

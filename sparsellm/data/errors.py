@@ -4,8 +4,7 @@ from sparsellm.system.errors import SparsellmError
 
 
 class DataError(SparsellmError, ValueError):
-    """Documents, a tokenizer, prepared tokens or a data position cannot be used. The message says which, why, and the
-    remedy."""
+    """Documents, a tokenizer, tokens or a data position cannot be used. The message says which, why, and the remedy."""
 
 
 class ProcessesFailed(DataError):

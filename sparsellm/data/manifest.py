@@ -165,8 +165,7 @@ def _fraction(manifest: Manifest) -> float:
 
 
 def read(folder: Path, name: str = "manifest.json") -> Manifest | None:
-    """The manifest (or progress.json, by `name`) in `folder`; None if there is none. Raises DataError if it is
-    damaged."""
+    """The manifest (or progress.json, by `name`) in `folder`; None without one. Raises DataError if it is damaged."""
     path = folder / name
     if not path.is_file():
         return None
@@ -190,10 +189,6 @@ def write(manifest: Manifest, folder: Path, name: str) -> None:
 def tokenizer_names(manifest: Manifest) -> list[str]:
     """The names of the tokenizer's files listed in `manifest`."""
     return [name for name in manifest.files if name.startswith("tokenizer/")]
-
-
-def checksums_of_tokenizer(folder: Path) -> dict[str, dict[str, Any]]:
-    return checksums(folder, sorted(path.relative_to(folder).as_posix() for path in (folder / "tokenizer").iterdir()))
 
 
 def checksums(folder: Path, names: Iterable[str], verified: Verified | None = None) -> dict[str, dict[str, Any]]:
@@ -220,8 +215,7 @@ def _digest(name: str, path: Path, size: int, verified: Verified | None, bar: tq
 
 
 def size_mistakes(manifest: Manifest, folder: Path) -> list[str]:
-    """Error messages for files in `manifest` that are missing from `folder` or have the wrong size, and for counts that
-    do not match the sizes."""
+    """Error messages for files of `manifest` that are missing or have a wrong size, and for counts that do not fit."""
     found = []
     for name, expected in manifest.files.items():
         path = folder / name

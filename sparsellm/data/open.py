@@ -140,14 +140,12 @@ class _Opening:
     ranks: Ranks
 
     def packed(self) -> Data:
-        folder = self.request.data.folder
+        folder, batch_size = self.request.data.folder, self.request.training.batch_size
         on_main(self.ranks, self._verify)
         ready = manifest.read(folder)
         require_shared(f"data.path={folder}", ready if ready and not manifest.size_mistakes(ready, folder) else None)
         assert ready is not None
-        tokens = PackedTokens(
-            folder=folder, manifest=ready, batch_size=self.request.training.batch_size, **self._reading()
-        )
+        tokens = PackedTokens(folder, ready, batch_size=batch_size, **_reading(self.request, self.ranks, self.workers))
         return Data(
             tokenizer_folder=folder / "tokenizer",
             end_of_text_id=ready.end_of_text_id,
@@ -163,7 +161,9 @@ class _Opening:
 
         on_main(self.ranks, verify)
         data, batch_size = self.request.data, self.request.training.batch_size
-        tokens = mix.mixed(data, mix.read(self.request), batch_size=batch_size, **self._reading())
+        tokens = mix.mixed(
+            data, mix.read(self.request), batch_size=batch_size, **_reading(self.request, self.ranks, self.workers)
+        )
         first = next(iter(tokens.sources.values()))
         return Data(
             tokenizer_folder=first.folder / "tokenizer",
@@ -229,20 +229,16 @@ class _Opening:
         return TokenStream(
             files=files, ends=ends, text_column=data.text_column, tokenizer_folder=folder,
             validation_fraction=data.validation_fraction, skip_bad_records=data.skip_bad_records, share=share,
-            **self._reading(),
+            **_reading(self.request, self.ranks, self.workers),
         )  # fmt: skip
 
-    def _reading(self) -> dict[str, Any]:
-        return _reading(
-            self.request, self.ranks.rank, self.ranks.world_size, self.workers, self.ranks.device.type == "cuda"
-        )
 
-
-def _reading(request: Request, rank: int, world_size: int, workers: int, pin_memory: bool) -> dict[str, Any]:
-    """Keyword arguments shared by PackedTokens, MixedTokens and TokenStream."""
+def _reading(request: Request, ranks: Ranks | None = None, workers: int = 0) -> dict[str, Any]:
+    """Keyword arguments shared by PackedTokens, MixedTokens and TokenStream. Without `ranks`: for a single process."""
+    rank, world_size, device = (ranks.rank, ranks.world_size, ranks.device.type) if ranks else (0, 1, "cpu")
     return {
         "sequence_length": request.training.sequence_length, "rank": rank, "world_size": world_size,
-        "seed": request.data.seed, "workers": workers, "pin_memory": pin_memory,
+        "seed": request.data.seed, "workers": workers, "pin_memory": device == "cuda",
     }  # fmt: skip
 
 
@@ -257,7 +253,7 @@ class _OfRun:
 
     def validation(self) -> torch.Tensor:
         data, samples = self.request.data, self.samples
-        alone = _reading(self.request, rank=0, world_size=1, workers=0, pin_memory=False)
+        alone = _reading(self.request)
         if data.streaming:
             stream = TokenStream(
                 self._files(), {}, data.text_column, self.tokenizer_folder, data.validation_fraction, share=1,
@@ -272,8 +268,7 @@ class _OfRun:
 
     @property
     def _starts(self) -> list[Path]:
-        """Folders in which the run may have been started: the working directory, and the parents of the run's
-        folder."""
+        """Where the run may have been started: the working directory, and the parents of the run's folder."""
         return [Path.cwd(), *self.run.absolute().parents]
 
     def _tokens(self, path: Path, source: str | None = None) -> tuple[Path, manifest.Manifest]:

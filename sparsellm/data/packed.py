@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cached_property
 from itertools import count
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -167,11 +167,6 @@ class _Order:
         return self.orders[slot]
 
 
-@cache
-def _order(size: int, seed: int) -> _Order:
-    return _Order(size, seed)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Samples(Dataset):
     """A run's samples, numbered from 0; each sample is one sequence. `dataset[n]` is this rank's share of the step that
@@ -262,9 +257,9 @@ class PackedTokens(Samples):
     def sequences(self, samples: np.ndarray) -> torch.Tensor:
         return self._read("train", self._order.blocks(samples))
 
-    @property
+    @cached_property
     def _order(self) -> _Order:
-        return _order(blocks(self.manifest.train.tokens, self.sequence_length), self.seed)
+        return _Order(blocks(self.manifest.train.tokens, self.sequence_length), self.seed)
 
     def _read(self, split: str, chosen: np.ndarray) -> torch.Tensor:
         # Map the file for each batch: this takes microseconds, and workers inherit no open file.

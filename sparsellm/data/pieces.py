@@ -36,8 +36,7 @@ BEFORE, BEHIND = "aZ1.)'é日", "bÜ日"
 
 
 def batches(tokenizer: Tokenizer, texts: list[str]) -> Iterator[list[tuple[int, str]]]:
-    """The pieces of the documents `texts`, each with its document's index, in lists of about LONG_DOCUMENT
-    characters."""
+    """The pieces of the documents `texts` with their document's index, in lists of about LONG_DOCUMENT characters."""
     batch: list[tuple[int, str]] = []
     characters = 0
     for number, text in enumerate(texts):

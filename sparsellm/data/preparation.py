@@ -43,7 +43,6 @@ from sparsellm.data.manifest import (
     Split,
     blocks,
     checksums,
-    checksums_of_tokenizer,
     compare,
     is_enough,
     least_blocks,
@@ -145,8 +144,8 @@ def prepare(request: Request) -> Manifest:
             manifest, vocabulary = _continue(request, folder, before)
         else:
             manifest, vocabulary = started or _start(request)
-            tokenizer.save(vocabulary, folder / "tokenizer")
-            manifest.files = checksums_of_tokenizer(folder)
+            tokenizer.save(vocabulary, written := folder / "tokenizer")
+            manifest.files = checksums(folder, sorted(f"tokenizer/{path.name}" for path in written.iterdir()))
         write(manifest, folder, "progress.json")
 
         try:
@@ -181,8 +180,7 @@ def prepare(request: Request) -> Manifest:
 
 
 def _remove_leftover(folder: Path, done: Manifest) -> None:
-    """Remove the progress.json of a preparation that was killed right before its end, unless the folder is in use or
-    cannot be written."""
+    """Remove the progress.json left by a kill right before the end, unless `folder` is in use or not writable."""
 
     def is_leftover() -> bool:
         progress = read(folder, "progress.json")

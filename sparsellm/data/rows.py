@@ -302,8 +302,7 @@ def _lines(stream: io.BufferedReader, file: str, text_column: str, seed: int | N
 def _lines_between(
     stream: io.BufferedReader, start: int, end: int | None, file: str, text_column: str
 ) -> Iterator[_Record]:
-    """The lines of `file` that begin at byte offsets from `start` up to, but not including, `end`. `stream` must be
-    positioned at `start`."""
+    """The lines of `file` that begin in bytes `start` to `end` - 1. `stream` must be positioned at `start`."""
     at, before = start, None
     for number in count(start=1):
         # Do not keep the line while its record is in use, because a line may take gigabytes.
@@ -318,8 +317,7 @@ def _lines_between(
 
 
 def _line_breaks(file: str, end: int) -> int:
-    """The number of line breaks in the first `end` bytes of `file`. Slow, because it reads these bytes; used
-    only for messages."""
+    """The line breaks in the first `end` bytes of `file`. Reads all of them, so it is used only for messages."""
     with _binary(file) as opened:
         return sum(opened.read(min(READ_AHEAD, end - at)).count(b"\n") for at in range(0, end, READ_AHEAD))
 

@@ -81,8 +81,7 @@ def _key(file: str, whole: bool) -> str:
 
 
 def _checksum(file: str, whole: bool, verified: Verified) -> str:
-    """A source file's checksum for the manifest; empty if the file does not exist. Raises DataError if it cannot be
-    read."""
+    """A source file's checksum for the manifest; empty without the file. Raises DataError if it cannot be read."""
     key, path = _key(file, whole), Path(file)
     try:
         return verified.checksum(key, path) if whole else _ENDS + verified.checksum(key, path, digest=digest_of_ends)
@@ -221,8 +220,7 @@ class Reading:
             self.taken["tokens"] += tokens
 
     def sync(self) -> None:
-        """Record the checksums of the files read since the last `sync`. Raises DataError if a file changed while it was
-        being read."""
+        """Record the checksums of the files read since the last `sync`. Raises DataError if one changed meanwhile."""
         for file in _checking(self.read):
             if file not in self.stamps:
                 continue

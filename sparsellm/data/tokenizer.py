@@ -203,8 +203,7 @@ def digest(vocabulary: Vocabulary, content: bytes | None = None) -> str:
 
 
 def digests(vocabulary: Vocabulary) -> set[str]:
-    """The digests that prepared tokens may have: `digest`, or, if the tokens were prepared before 0.1.0, the digest of
-    the unchanged tokenizer."""
+    """The digests that tokens may have: `digest`, and if prepared before 0.1.0, that of the unchanged tokenizer."""
     contents = [None] if vocabulary.found is None else [None, vocabulary.found.encode()]
     return {digest(vocabulary, content) for content in contents}
 
