@@ -16,6 +16,7 @@ from typing import Any
 from sparsellm.evaluation.tasks import TASKS
 from sparsellm.runs.report import caveat
 from sparsellm.system import regular
+from sparsellm.system.console import columns
 from sparsellm.system.files import whole
 
 RESULTS = "results.json"
@@ -190,11 +191,11 @@ def table(results: dict[str, Any], asked: list[str]) -> str:
         rows.append(row)
     of = f"mean of {len(tasks.keys() | failed.keys() - {VALIDATION})}"
     if results["mean"] is not None:
-        columns = _compared(results["mean"], compared["mean"]) if compared else []
-        rows.append([of, _number(results["mean"]), *columns, "", _number(results["mean_acc"])])
+        torch = _compared(results["mean"], compared["mean"]) if compared else []
+        rows.append([of, _number(results["mean"]), *torch, "", _number(results["mean_acc"])])
     if compared:
         header[2:2] = ["torch", "difference"]
-    lines = _aligned([header, *rows]) if tasks else []
+    lines = columns([header, *rows]) if tasks else []
     lines += [f"{name}  note: {task['note']}" for name, task in tasks.items() if task["note"]]
     for name, reason in failed.items():
         earlier = "; the score above is from an earlier evaluation" if name in tasks and not compared else ""
@@ -231,10 +232,3 @@ def _compared(score: float, other: float | None) -> list[str]:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
-
-
-def _aligned(rows: list[list[str]]) -> list[str]:
-    columns = max(map(len, rows))
-    filled = [row + [""] * (columns - len(row)) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*filled, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in filled]

@@ -5,6 +5,8 @@ import shutil
 import subprocess
 from typing import Any, NamedTuple
 
+from sparsellm.system.console import columns
+
 
 class Resources(NamedTuple):
     """The resources of one function."""
@@ -52,6 +54,4 @@ def _demangled(symbols: list[str]) -> list[str]:
 def table(rows: list[Resources]) -> str:
     """`rows` as text: a heading and aligned columns."""
     heading = ("file", "kernel", "registers", "smem", "stack", "spills")
-    cells = [heading, *([str("-" if value is None else value) for value in row] for row in rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(heading))]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in cells)
+    return "\n".join(columns([heading, *([str("-" if value is None else value) for value in row] for row in rows)]))

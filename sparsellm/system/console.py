@@ -3,8 +3,9 @@
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 
 from tqdm import tqdm
 
@@ -25,6 +26,12 @@ def warn(text: str) -> None:
 def quantity(count: int, noun: str) -> str:
     """`count` followed by `noun`, in the plural unless `count` is 1: 1 step, 2,000 steps."""
     return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table with left-aligned columns. Rows may lack cells at their end."""
+    widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def is_main_rank() -> bool:

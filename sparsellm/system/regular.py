@@ -21,8 +21,7 @@ def to_write(path: Path, mode: str, buffering: int = -1) -> Any:
 
 
 def to_read(path: Path, buffering: int = -1) -> Any:
-    """`open(path, "rb", buffering)` for a regular file. Follows links, because `runs` may be one. Raises OSError if
-    `path` cannot be opened."""
+    """`open(path, "rb", buffering)` for a regular file. Follows links, because `runs` may be one. Raises OSError."""
     return open(path, "rb", buffering, opener=_regular)
 
 
