@@ -95,8 +95,7 @@ def seconds(rows: Rows) -> list[float]:
 
 
 def seconds_to(rows: Rows, loss: float) -> float | None:
-    """Seconds until the held-out cross entropy first reached `loss`, interpolated between validations; None if
-    never."""
+    """Seconds until the held-out cross entropy reached `loss`, interpolated between validations; None if never."""
     points = [(s, row["val_ce"]) for s, row in zip(seconds(rows), rows, strict=True) if row["val_ce"] is not None]
     for (s0, ce0), (s1, ce1) in pairwise([(0.0, math.inf), *points]):
         if ce1 <= loss:

@@ -94,8 +94,7 @@ class Run:
         self.kind = (f"ReLU + L1, {spelled(self.coefficient)}" if self.coefficient else "ReLU") if self.relu else "SiLU"
 
     def dead(self, row: Row | None = None) -> float | None:
-        """The fraction of dead neurons at `row` (default: the last row). None before sparsity.dead_after_tokens, and
-        for SiLU."""
+        """The fraction of dead neurons at `row` (default: the last). None for SiLU, and before dead_after_tokens."""
         row = row or self.last
         if row["dead_per_layer"] is None or row["tokens"] < self.dead_after:
             return None
@@ -123,8 +122,7 @@ class Sweep:
         self.without = next((run for run in self.relu if not run.coefficient), None)
 
     def increase(self, run: Run) -> float | None:
-        """The relative increase in held-out cross entropy compared with the ReLU run without L1; None if there is
-        none."""
+        """The relative increase in held-out cross entropy over the ReLU run without L1; None without such a run."""
         return None if self.without is None else run.ce / self.without.ce - 1
 
     def remedies(self) -> list[Run]:
@@ -298,8 +296,7 @@ def draw_widths(runs: list[Run]) -> Figure:
 
 
 def table_of_widths(runs: list[Run]) -> str:
-    """A Markdown table of runs by width. Differences are relative to the first run in `by_kind`: the narrowest SiLU
-    run, if there is one."""
+    """A Markdown table of runs by width, with differences from the first run in `by_kind`."""
     sorted_runs = [run for alike in by_kind(runs).values() for run in alike]
     first = sorted_runs[0]
     return table([

@@ -108,8 +108,7 @@ def legend_below(figure: Figure, handles: Iterable[Artist], labels: Iterable[str
 
 
 def chance_line(axes: Axes, level: float, label: str) -> None:
-    """Draw the accuracy of guessing, `level`, as a dashed line behind the data. The label is to the right of the axes,
-    where it hides nothing."""
+    """Draw the accuracy of guessing, `level`, as a dashed line behind the data, labelled to the right of the axes."""
     axes.axhline(level, color=GREY, linestyle=(0, (4, 2)), linewidth=0.9, zorder=1)
     axes.annotate(
         f"{label}\n{level:.1%}", (1, level), xycoords=("axes fraction", "data"), xytext=(3, 0),
@@ -118,8 +117,7 @@ def chance_line(axes: Axes, level: float, label: str) -> None:
 
 
 def broken(axes: Axes, at: float) -> None:
-    """Mark an axis break: two slanted strokes at the fraction `at` of the x axis. There is no scale to the left
-    of the break."""
+    """Mark an axis break by two slanted strokes at the fraction `at` of the x axis; left of it there is no scale."""
     gap = 0.008
     axes.plot([at - gap, at + gap], [0, 0], transform=axes.transAxes, color="white", linewidth=2.5, clip_on=False,
               zorder=10)  # fmt: skip

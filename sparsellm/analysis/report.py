@@ -129,8 +129,7 @@ def fitted(fit: Row) -> str:
 
 
 def aligned(rows: list[list[str]], repeated: int = 1) -> list[str]:
-    """The lines of a table. Columns that do not fit into the terminal continue below, after the first `repeated`
-    columns again."""
+    """The lines of a table. Columns beyond the terminal's width continue below, after the first `repeated` columns."""
     width = shutil.get_terminal_size((WIDTH, 0)).columns
     columns = [[cell.rjust(max(map(len, column))) for cell in column] for column in zip(*rows, strict=True)]
     parts = [columns[:repeated]]

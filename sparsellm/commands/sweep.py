@@ -106,8 +106,7 @@ def title(sweep: Sweep, number: int) -> str:
 
 
 def do(sweep: Sweep, point: Point, launcher: Launcher, environment: dict[str, str]) -> Work[str | None]:
-    """Train and evaluate one point, unless already done. Returns an error message, or None on success or after a
-    signal."""
+    """Train and evaluate one point, unless done. Returns an error message; None on success or after a signal."""
     log = sweep.log(point)
     if point.is_finished():
         run_folder.tidy(point.folder)

@@ -121,8 +121,7 @@ def parse(texts: list[str], schema: type = Config, folders: tuple[Path, ...] = (
 
 
 def _without_dashes(texts: list[str], mistakes: list[str], schema: type) -> list[str]:
-    """`texts` without flags such as --lr 3. For each flag, adds a message to `mistakes` that says what to write
-    instead."""
+    """`texts` without flags such as --lr 3. For each flag, `mistakes` gets a message that says what to write."""
     kept, rest = [], list(texts)
     while rest:
         text = rest.pop(0)
@@ -229,8 +228,7 @@ def _resolved(value: Any) -> Any:
 
 
 def mapping(text: str) -> dict[str, Any]:
-    """The values in the YAML document `text`, with unresolved interpolations. Raises ValueError, saying why, if the
-    document is refused."""
+    """The values in the YAML document `text`, with unresolved interpolations. Raises ValueError if it is refused."""
     if len(text) > LARGEST:
         raise ValueError(f"it has {len(text):,} characters: a configuration has at most {LARGEST:,}")
     try:

@@ -384,8 +384,7 @@ def name_mistakes(key: str, name: str | None) -> list[str]:
 
 
 def kernel_mistakes(key: str, kernels: Kernels, obstacles: list[str]) -> list[str]:
-    """Error messages if `key` has the value `kernels`, which requires kernels that cannot run
-    (`unavailable_kernels`)."""
+    """Error messages if `kernels`, the value of `key`, requires kernels that cannot run (`unavailable_kernels`)."""
     demanded = kernels.demanded
     return unavailable_kernels(f"{key}={kernels.name}", f"{key}=auto", kernels, obstacles) if demanded else []
 

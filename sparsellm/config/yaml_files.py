@@ -109,8 +109,7 @@ def _add(found: Typed, path: Path, values: dict[str, Any], schema: type) -> None
 
 
 def _drop_derived(found: Start) -> None:
-    """Drop values that a run's config.yaml records although nobody typed them, so that new overrides derive new
-    ones."""
+    """Drop values that a run recorded although nobody typed them, so that new overrides derive new ones."""
     found.fingerprint = fingerprint(build(Config, nested(found.keys)))
     found.run = found.keys.pop("run.name", None)
     found.title = re.sub(r"-[0-9a-f]{8}$", "", found.run or found.title)[:LONGEST_TITLE]

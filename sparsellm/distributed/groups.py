@@ -98,8 +98,7 @@ def process_group(device_type: str, connect: bool = True) -> Iterator[Ranks]:
 
 
 def explain_failure() -> None:
-    """Call this after a collective failed: if the cause is that another rank ended, report that and end this
-    process."""
+    """Call this after a collective failed: if another rank has ended, report that and end this process."""
     if _lifeline is not None:
         _lifeline.explain()
 

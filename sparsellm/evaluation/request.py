@@ -71,8 +71,7 @@ class Request:
         return " and ".join(wanted) or None
 
     def finished(self, folder: Path, identity: str) -> Finished:
-        """The stored results of the side in `folder`. `identity`: the checkpoint's. Raises OSError if `folder` is not
-        writable."""
+        """The stored results in `folder`, for the checkpoint `identity`. Raises OSError if `folder` is not writable."""
         assert self.dtype is not None  # set by `Request.opened`
         decided_by = {
             "weights": identity, "dtype": dtype_name(self.dtype), "device": device_type(self.config.device.name),

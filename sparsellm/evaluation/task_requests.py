@@ -105,8 +105,7 @@ class Builder:
         self.begun: dict[tuple[str, int | None], Future[Share]] = {}  # at most AHEAD, by task and limit
 
     def announce(self, loaded: list[LoadedTask], limit: int | None) -> None:
-        """Announce the tasks that will be taken, in this order, with their first `limit` rows, and start building the
-        first ones."""
+        """Announce the tasks that will be taken, in order, with their first `limit` rows, and start building them."""
         self.announced = [(task, limit) for task in loaded]
         self.begun.clear()
         self._begin()

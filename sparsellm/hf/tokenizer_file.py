@@ -68,8 +68,7 @@ def check(path: Path) -> None:
 
 
 def is_of_the_library(error: BaseException) -> bool:
-    """Whether the tokenizers library raised `error`: a bare Exception, or a Rust panic, which is a BaseException in
-    Python."""
+    """Whether the tokenizers library raised `error`: a bare Exception, or a Rust panic, which is a BaseException."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 

@@ -151,8 +151,7 @@ class Costs(LayerCosts):
 
 
 def whole_tiles(tokens: int) -> int:
-    """`tokens` rounded up to a multiple of ROWS, because dense GEMMs compute whole tiles, but not across a border: 270
-    becomes 320."""
+    """`tokens` rounded up to the whole tiles that dense GEMMs compute, but not across a border: 270 becomes 320."""
     if tokens <= FEW_TOKENS:
         return tokens
     return min([-(-tokens // ROWS) * ROWS, *(border - 1 for border in BORDERS if tokens < border)])

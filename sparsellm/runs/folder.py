@@ -131,8 +131,7 @@ def _set_decay_aside(folder: Path, steps: int, start: int) -> None:
 
 
 def is_finished(run: RunConfig, steps: int) -> bool:
-    """Whether the run has saved the last of its `steps`, with scores. False if that checkpoint's COMMITTED is
-    damaged."""
+    """Whether the run has saved its last step, `steps`, with scores, in a checkpoint with an intact COMMITTED."""
     if run.restart:
         return False
     last = checkpoint(run.folder, steps)

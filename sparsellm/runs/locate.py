@@ -132,8 +132,7 @@ def unreadable(checkpoint: Checkpoint, error: Exception) -> str:
 
 
 def locate(name: str) -> Checkpoint:
-    """The model that `name` refers to; for a run's folder, its last checkpoint. Raises CheckpointNotFound if there is
-    none."""
+    """The model that `name` refers to; for a run, its last checkpoint. Raises CheckpointNotFound if there is none."""
     try:
         return _located(name)
     except OSError as error:  # no permission for a folder on the path

@@ -161,8 +161,7 @@ class WandbRun:
         self._attempt(add)
 
     def _log(self, step: int, values: dict[str, Any]) -> None:
-        """Log `values` at `step`, or at the record's last step if that is later, because rows online must be in
-        order."""
+        """Log `values` at `step`, or at the record's last step if that is later: rows online must be in order."""
         self._run.log(values, step=max(step, self._run.step))
 
     def close(self, exit_code: int) -> None:
@@ -248,8 +247,7 @@ def _environments_part(logging: LoggingConfig) -> str:
 
 
 def _init(logging: LoggingConfig, name: str | None, values: dict[str, Any], folder: Path, mode: Any) -> Any:
-    """Start a wandb run with the configuration `values` in the run's `folder`. If the start fails, its files are
-    removed."""
+    """Start a wandb run with the configuration `values` in the run's `folder`. Removes its files if that fails."""
     import wandb
 
     for part in offline_parts(folder):
@@ -309,8 +307,7 @@ def _gave_up(file: Path) -> bool:
 
 
 def record_id(folder: Path) -> str:
-    """The record's id. All starts of a run use the same one. Not derived from the run's name, which may not be
-    unique."""
+    """The record's id, which all starts of a run use. Not derived from the run's name, which may not be unique."""
     path = folder / FOLDER / "id"
     try:
         content = regular.content(path).decode(errors="replace")
@@ -346,8 +343,7 @@ def offline_parts(folder: Path) -> list[Path]:
 
 
 def sync_command(folder: Path) -> str | None:
-    """The command that uploads the record's offline files for the run in `folder`; None if nothing is left to
-    upload."""
+    """The command that uploads the offline files of the run in `folder`; None if nothing is left to upload."""
     if all(part.with_name(part.name + ".synced").exists() for part in offline_parts(folder)):
         return None
     return f"{_wandb_program()} sync {shlex.quote(str(folder / FOLDER))}"

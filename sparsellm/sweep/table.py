@@ -82,8 +82,7 @@ def rows(sweep: Sweep) -> list[Row]:
 
 
 def as_text(sweep: Sweep, table: list[Row]) -> str:
-    """The table for the screen, with rounded numbers and a legend. If the table is split because it is too wide, each
-    part begins with the swept values."""
+    """The table for the screen, with a legend. Each part of a table split by width begins with the swept values."""
     cells, legend = _cells(sweep, table)
     return "\n".join([*aligned(cells, len(sweep.keys) + 1), "", legend])
 

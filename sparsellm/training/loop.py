@@ -324,8 +324,7 @@ class Trainer:
         return self._judge(values) or values.stop
 
     def _judge(self, values: StepValues) -> bool:
-        """Whether the run must end because its loss has left the expected range. `values`, and so the decision, are
-        the same on all ranks."""
+        """Whether the run must end because its loss has left the expected range. `values` are the same on all ranks."""
         known, ce = values.known, values.ce / self.config.training.tokens_per_step
         if self.loss_range.add(known["step"], ce if math.isfinite(ce) else None, known["relu_share"]):
             self.diverged |= self.config.training.stop_on_divergence

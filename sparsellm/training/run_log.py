@@ -9,7 +9,7 @@ from sparsellm.runs.divergence import LossRange
 from sparsellm.runs.metrics import MetricsFile, Rows
 from sparsellm.runs.tensorboard_record import TensorboardRun
 from sparsellm.runs.wandb_record import WandbRun
-from sparsellm.system.console import say, warn
+from sparsellm.system.console import warn
 from sparsellm.training.progress import Progress
 
 
@@ -34,8 +34,8 @@ class RunLog:
                 self.metrics.sync()
         except OSError as error:
             if len(self.metrics.waiting) == 1:
-                say(
-                    f"sparsellm: the row of step {row['step']:,} cannot be written to {self.metrics.path} ({error}):"
+                warn(
+                    f"the row of step {row['step']:,} cannot be written to {self.metrics.path} ({error}):"
                     " rows are kept in memory until the next checkpoint; the run ends there if the disk is still full"
                 )
         self.wandb.write(row)

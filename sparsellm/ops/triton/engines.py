@@ -86,8 +86,7 @@ class Kept(NamedTuple):
 
 
 def _where_x_is(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the device of the first argument current during `run`, because Triton launches kernels on the current
-    device."""
+    """Make the device of the first argument current during `run`: Triton launches kernels on the current device."""
 
     @wraps(run)
     def there(x: Tensor, *arguments: Any) -> Any:
