@@ -132,12 +132,9 @@ def find_files(data: DataConfig) -> Files:
 
     name = ", ".join(filter(None, (data.dataset, data.subset, data.revision)))
     require_hub(data)
-
-    def ask() -> dict[str, list[str]]:
-        return load_dataset_builder(data.dataset, data.subset, revision=data.revision).config.data_files
-
+    builder = partial(load_dataset_builder, data.dataset, data.subset, revision=data.revision)
     try:
-        splits = hub.answer(ask, f"data.dataset={data.dataset}")
+        splits = hub.answer(lambda: builder().config.data_files, f"data.dataset={data.dataset}")
     except (OSError, ValueError, RuntimeError, HTTPError) as error:
         raise DataError(
             f"data.dataset={name} cannot be opened ({' '.join(str(error).split())}): check data.dataset, data.subset"

@@ -41,7 +41,8 @@ class Vocabulary:
 def load(name: str, key: str = KEY) -> Vocabulary:
     """Load the tokenizer from a local folder, a tokenizer.json, a run or checkpoint, or a hub repository. `key`: the
     configuration key whose value is `name`, for messages. Raises DataError if the tokenizer cannot be loaded."""
-    path, given = Path(name).expanduser(), _given(key, name)
+    path = Path(name).expanduser()
+    given = f"{key}={name}" if key == KEY else f"the tokenizer of {key}={name}"  # for messages
     here = path.exists()
     what = (
         "cannot be loaded" if here else "is not a local folder, and no tokenizer of that name can be read from the hub"
@@ -82,11 +83,6 @@ def _ours(vocabulary: Vocabulary) -> Vocabulary:
             tokenizer.add_special_tokens([AddedToken(token, **flags, special=True)])
             changes.append(f"{token} is now a special token, so that a text that spells it out does not end there")
     return replace(vocabulary, found=found, changes=tuple(changes)) if changes else vocabulary
-
-
-def _given(key: str, name: str) -> str:
-    """How messages refer to the tokenizer given by KEY=NAME."""
-    return f"{key}={name}" if key == KEY else f"the tokenizer of {key}={name}"
 
 
 def _file_in(folder: Path) -> Path:
