@@ -113,55 +113,56 @@ class Manifest:
     def token_bytes(self) -> int:
         return np.dtype(self.token_dtype).itemsize
 
+    @property
+    def validation_fraction(self) -> float:
+        return self.recipe["data.validation_fraction"]
+
+    @property
+    def splits_to_fill(self) -> list[Split]:
+        """The splits that need at least one block: both, or only the training split if nothing is held out."""
+        return [self.train, self.validation] if self.validation_fraction > 0 else [self.train]
+
+    @property
+    def minimum_blocks(self) -> int:
+        """The minimum number of held-out blocks for the text read so far."""
+        return self.least_blocks if self.exhausted or len(self.source_files) <= 1 else 1
+
+    @property
+    def tokens_to_cut(self) -> int:
+        """The number of tokens to hold out at the end of the stream, if holding out whole documents leaves a split too
+        small; otherwise 0. The requested fraction, but at least one block, and at least `minimum_blocks` or
+        LEAST_FRACTION."""
+        block = self.sequence_length + 1
+        least = min(self.minimum_blocks * self.sequence_length + 1, int(LEAST_FRACTION * self.tokens))
+        enough = self.train.tokens >= block and self.validation.tokens >= max(block, NEARLY * least)
+        if enough or len(self.splits_to_fill) == 1:
+            return 0
+        return max(block, least, int(self.validation_fraction * self.tokens))
+
+    @property
+    def tokens_left(self) -> int:
+        """The number of training tokens that remain after a cut, if the stream has to be cut."""
+        return min(self.train.tokens, self.tokens - self.tokens_to_cut)
+
+    def is_enough(self, limit: int | None) -> bool:
+        """Whether there are `limit` training tokens, even after a cut, or there is no more text."""
+        return self.exhausted or (limit is not None and self.train.tokens >= limit and self.tokens_left >= limit)
+
+    @property
+    def longest_sequence(self) -> int:
+        """The largest sequence length at which, after a cut, every split that needs a block has one; below
+        SHORTEST_SEQUENCE if there is no such length."""
+        total = self.tokens
+        return min(total // len(self.splits_to_fill), total - int(self.validation_fraction * total)) - 1
+
+    @property
+    def tokenizer_files(self) -> list[str]:
+        return [name for name in self.files if name.startswith("tokenizer/")]
+
 
 def blocks(tokens: int, sequence_length: int) -> int:
     """The number of blocks of sequence_length + 1 tokens, one starting every sequence_length tokens, in a stream."""
     return max(0, tokens - 1) // sequence_length
-
-
-def splits_to_fill(manifest: Manifest) -> list[Split]:
-    """The splits that need at least one block: both, or only the training split if nothing is held out."""
-    return [manifest.train, manifest.validation] if _fraction(manifest) > 0 else [manifest.train]
-
-
-def least_blocks(manifest: Manifest) -> int:
-    """The minimum number of held-out blocks for the text read so far."""
-    return manifest.least_blocks if manifest.exhausted or len(manifest.source_files) <= 1 else 1
-
-
-def tokens_to_cut(manifest: Manifest) -> int:
-    """The number of tokens to hold out at the end of the stream, if holding out whole documents leaves a split too
-    small; otherwise 0. The requested fraction, but at least one block, and at least `least_blocks` or
-    LEAST_FRACTION."""
-    block = manifest.sequence_length + 1
-    least = min(least_blocks(manifest) * manifest.sequence_length + 1, int(LEAST_FRACTION * manifest.tokens))
-    enough = manifest.train.tokens >= block and manifest.validation.tokens >= max(block, NEARLY * least)
-    if enough or len(splits_to_fill(manifest)) == 1:
-        return 0
-    return max(block, least, int(_fraction(manifest) * manifest.tokens))
-
-
-def tokens_left(manifest: Manifest) -> int:
-    """The number of training tokens that remain after a cut, if the stream has to be cut."""
-    return min(manifest.train.tokens, manifest.tokens - tokens_to_cut(manifest))
-
-
-def is_enough(manifest: Manifest, limit: int | None) -> bool:
-    """Whether there are `limit` training tokens, even after a cut, or there is no more text."""
-    return manifest.exhausted or (
-        limit is not None and manifest.train.tokens >= limit and tokens_left(manifest) >= limit
-    )
-
-
-def longest_sequence(manifest: Manifest) -> int:
-    """The largest sequence length at which, after a cut, every split that needs a block has one; below
-    SHORTEST_SEQUENCE if there is no such length."""
-    total = manifest.tokens
-    return min(total // len(splits_to_fill(manifest)), total - int(_fraction(manifest) * total)) - 1
-
-
-def _fraction(manifest: Manifest) -> float:
-    return manifest.recipe["data.validation_fraction"]
 
 
 def read(folder: Path, name: str = "manifest.json") -> Manifest | None:
@@ -184,11 +185,6 @@ def read(folder: Path, name: str = "manifest.json") -> Manifest | None:
 def write(manifest: Manifest, folder: Path, name: str) -> None:
     """Write `manifest` to the file `name` in `folder`, atomically, and sync it to disk."""
     write_sealed(folder / name, asdict(manifest))
-
-
-def tokenizer_names(manifest: Manifest) -> list[str]:
-    """The names of the tokenizer's files listed in `manifest`."""
-    return [name for name in manifest.files if name.startswith("tokenizer/")]
 
 
 def checksums(folder: Path, names: Iterable[str], verified: Verified | None = None) -> dict[str, dict[str, Any]]:

@@ -81,7 +81,7 @@ def mistakes(request: Request, run: RunConfig, typed: Sequence[str] = ()) -> lis
             *request.source_mistakes(),
         ]
     limit = request.token_limit
-    if data.source != Source.stdlib_docs and not manifest.is_enough(ready, limit):
+    if data.source != Source.stdlib_docs and not ready.is_enough(limit):
         found.append(
             f"data.path={folder} holds {ready.train.tokens:,} of the {limit:,} requested training tokens; add the rest"
             f" with {request.command(typed)} or repeat these with data.max_tokens={ready.train.tokens}"

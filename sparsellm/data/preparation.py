@@ -44,14 +44,8 @@ from sparsellm.data.manifest import (
     blocks,
     checksums,
     compare,
-    is_enough,
-    least_blocks,
-    longest_sequence,
     read,
     size_mistakes,
-    splits_to_fill,
-    tokenizer_names,
-    tokens_to_cut,
     verify,
     write,
 )
@@ -120,7 +114,7 @@ def prepare(request: Request) -> Manifest:
     if mistakes := preparation_mistakes(request):
         raise DataError("; ".join(mistakes))
     ready, started = read(folder), None
-    if ready is not None and is_enough(ready, limit):
+    if ready is not None and ready.is_enough(limit):
         _remove_leftover(folder, ready)
         return ready
     if ready is None and not (folder / "progress.json").exists():
@@ -129,7 +123,7 @@ def prepare(request: Request) -> Manifest:
     with _exclusive(folder), _writing(folder, limit, made):
         # Another process may have prepared this folder while this one waited.
         done, progress = read(folder), read(folder, "progress.json")
-        if done is not None and is_enough(done, limit):
+        if done is not None and done.is_enough(limit):
             return done
         if done is not None:
             verify(done, folder)  # otherwise new checksums would hide old damage
@@ -156,9 +150,9 @@ def prepare(request: Request) -> Manifest:
                 _remove(folder, made)
             raise
         compare(manifest, folder, list(manifest.files), verified := Verified(folder))
-        held_out = tokens_to_cut(manifest)
+        held_out = manifest.tokens_to_cut
         some = held_out or not blocks(manifest.train.tokens, manifest.sequence_length)
-        if some and longest_sequence(manifest) < manifest.sequence_length:
+        if some and manifest.longest_sequence < manifest.sequence_length:
             _remove(folder, made)
             raise DataError(_too_short(manifest))
         if held_out:
@@ -167,7 +161,7 @@ def prepare(request: Request) -> Manifest:
             manifest.files = checksums(folder, manifest.files, verified)
             verified.keep()
         manifest.extends, manifest.begun = False, None
-        manifest.least_blocks = least_blocks(manifest) if manifest.cut else 1
+        manifest.least_blocks = manifest.minimum_blocks if manifest.cut else 1
         if manifest.seed is not None:
             shares.finish(manifest)
         for split in (manifest.train, manifest.validation):
@@ -285,7 +279,7 @@ def _continue(request: Request, folder: Path, manifest: Manifest) -> tuple[Manif
     """Continue a preparation. Hub files are read at the commit with which the preparation started. Local files that it
     has not read to their ends may have changed."""
     data = request.data
-    compare(manifest, folder, tokenizer_names(manifest))
+    compare(manifest, folder, manifest.tokenizer_files)
     corpus.require_hub(data)
     manifest = sources.with_current_sources(data, folder, manifest)
     if not manifest.extends:
@@ -303,7 +297,7 @@ def _continue(request: Request, folder: Path, manifest: Manifest) -> tuple[Manif
 
 def _from_the_start(manifest: Manifest) -> Manifest:
     """`manifest` as it was before the first document."""
-    files = {name: manifest.files[name] for name in tokenizer_names(manifest)}
+    files = {name: manifest.files[name] for name in manifest.tokenizer_files}
     return replace(
         manifest, train=Split(), validation=Split(), empty_documents=0, bad_records=0, empty_files=0, licences={},
         source_checksums={}, position=corpus.START, targets={}, taken={}, begun=None, exhausted=False, cut=False,
@@ -323,7 +317,7 @@ def _write_tokens(
                 total=limit, initial=manifest.train.tokens, desc=f"preparing {folder}", unit=" tokens", unit_scale=True
             )
         )
-        while not is_enough(manifest, limit):
+        while not manifest.is_enough(limit):
             goal = limit
             if limit is not None and manifest.seed is not None:
                 goal = min(limit, shares.begin_pass(manifest, limit))
@@ -336,9 +330,9 @@ def _write_tokens(
                         if tokens is not None:
                             writers["validation" if held_out else "train"].append(tokens)
                             reading.count_tokens(0 if held_out else len(tokens))
-                        if is_enough(manifest, goal):
+                        if manifest.is_enough(goal):
                             break
-                    done = is_enough(manifest, goal)
+                    done = manifest.is_enough(goal)
                     if done or chunk.at_rest:
                         for writer in writers.values():
                             writer.flush()
@@ -383,10 +377,10 @@ def _count(document: Document, manifest: Manifest, reading: sources.Reading) -> 
 
 
 def _too_short(manifest: Manifest) -> str:
-    longest = longest_sequence(manifest)
+    longest = manifest.longest_sequence
     remedy = f"shorten training.sequence_length to at most {longest}, or give more text"
     block = f"a block of {manifest.sequence_length + 1:,} tokens to train on"
-    if len(splits_to_fill(manifest)) > 1:
+    if len(manifest.splits_to_fill) > 1:
         block += " and another one to hold out"
     return (
         f"the text is {manifest.tokens:,} tokens long, but training.sequence_length {manifest.sequence_length} needs"

@@ -13,7 +13,7 @@ from typing import Any
 from sparsellm.config import SHORTEST_SEQUENCE, Config, DataConfig, Source, TrainingConfig, composition
 from sparsellm.data import corpus, tokenizer
 from sparsellm.data.errors import DataError
-from sparsellm.data.manifest import Manifest, blocks, longest_sequence, splits_to_fill
+from sparsellm.data.manifest import Manifest, blocks
 from sparsellm.hf import hub
 
 
@@ -93,13 +93,13 @@ class Request:
 
     def block_mistakes(self, manifest: Manifest) -> list[str]:
         """Error messages if a finished folder has a split too small for even one block; empty if not."""
-        length, shortest = self.training.sequence_length, min(split.tokens for split in splits_to_fill(manifest))
+        length, shortest = self.training.sequence_length, min(split.tokens for split in manifest.splits_to_fill)
         if blocks(shortest, length) > 0:
             return []
         remedies = []
         if (fits := shortest - 1) >= SHORTEST_SEQUENCE:
             remedies.append(f"shorten training.sequence_length to at most {fits}")
-        if not manifest.exhausted or length <= longest_sequence(manifest):
+        if not manifest.exhausted or length <= manifest.longest_sequence:
             remedies.append("prepare the text for this length in another data.path")
         else:
             remedies.append("give more text, with another data.path")

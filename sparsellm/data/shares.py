@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from sparsellm.data import corpus, tokenizer
 from sparsellm.data.corpus import Document
-from sparsellm.data.manifest import Manifest, is_enough, tokens_left
+from sparsellm.data.manifest import Manifest
 from sparsellm.data.tokenizer import Vocabulary
 
 # Sample for estimating a file's tokens per character: its first documents, and the first characters of each.
@@ -40,12 +40,12 @@ class Estimate(NamedTuple):
 
 def begin_pass(manifest: Manifest, limit: int) -> int:
     """Begin a pass unless one is under way. Returns the pass's goal: an earlier goal not reached yet, or `limit`."""
-    unreached = [goal for goal in manifest.goals if not is_enough(manifest, goal)]
+    unreached = [goal for goal in manifest.goals if not manifest.is_enough(goal)]
     if not unreached:
         manifest.goals.append(limit)
         unreached = [limit]
     if next(reversed(manifest.targets.values()), None) != unreached[0]:  # no targets, or targets of an earlier goal
-        start, used = tokens_left(manifest), used_up(manifest)
+        start, used = manifest.tokens_left, used_up(manifest)
         sizes = {file: size or 1 for file, size in manifest.source_files.items() if file not in used}
         sums, total = accumulate(sizes.values()), sum(sizes.values())
         manifest.targets = {
@@ -63,7 +63,7 @@ def used_up(manifest: Manifest) -> set[str]:
 def finish(manifest: Manifest) -> None:
     """End a finished preparation's pass. If fewer tokens were requested than the pass would yield, the pass stays open,
     and an extension continues it."""
-    if is_enough(manifest, manifest.goals[-1]):
+    if manifest.is_enough(manifest.goals[-1]):
         manifest.targets, manifest.position = {}, dict(corpus.START)
     elif left := [file for file, target in manifest.targets.items() if target > manifest.train.tokens]:
         print(
@@ -80,7 +80,7 @@ def documents(
     `end` set. Without targets, yields all documents in order.
     """
     files, position, targets = list(manifest.source_files), manifest.position, manifest.targets
-    estimate, held_out = Estimate(*position.get("estimate", (0,))), manifest.recipe["data.validation_fraction"]
+    estimate, held_out = Estimate(*position.get("estimate", (0,))), manifest.validation_fraction
     last = next(reversed(targets), None)
     for index in range(position["file"], len(files)):
         file, resumed = files[index], index == position["file"] and position["document"] > 0

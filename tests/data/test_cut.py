@@ -16,7 +16,7 @@ from whole_config import mistakes, open_data, open_validation, prepare
 from sparsellm.config import SHORTEST_SEQUENCE, Config
 from sparsellm.config.keys import bound_mistakes
 from sparsellm.data import DataError, Request, corpus, preparation, token_files, tokenizer
-from sparsellm.data.manifest import LEAST_BLOCKS, Manifest, Split, read, tokens_to_cut
+from sparsellm.data.manifest import LEAST_BLOCKS, Manifest, Split, read
 from sparsellm.distributed.groups import process_group
 
 MakeConfig = Callable[..., Config]
@@ -365,18 +365,18 @@ def counted(train: int, validation: int, **changed: object) -> Manifest:
     ],
 )
 def test_a_short_text_holds_out_50_blocks_or_a_twentieth(train: int, validation: int, cut: int) -> None:
-    assert tokens_to_cut(counted(train, validation)) == cut
+    assert counted(train, validation).tokens_to_cut == cut
 
 
 def test_a_folder_from_before_the_minimum_holds_out_as_it_did() -> None:
-    assert tokens_to_cut(counted(149_000, 1_000, least_blocks=1)) == 0
-    assert tokens_to_cut(counted(150_000, 0, least_blocks=1)) == 750
+    assert counted(149_000, 1_000, least_blocks=1).tokens_to_cut == 0
+    assert counted(150_000, 0, least_blocks=1).tokens_to_cut == 750
 
 
 def test_the_minimum_holds_for_one_file_and_not_for_a_share_of_several() -> None:
     files: dict[str, int | None] = {"a": 1, "b": 1}
-    assert tokens_to_cut(counted(150_000, 750, exhausted=False, source_files=files)) == 0
-    assert tokens_to_cut(counted(150_000, 750, exhausted=False, source_files={"a": 1})) == 7_537
+    assert counted(150_000, 750, exhausted=False, source_files=files).tokens_to_cut == 0
+    assert counted(150_000, 750, exhausted=False, source_files={"a": 1}).tokens_to_cut == 7_537
 
 
 def test_extending_whole_documents_moves_no_token_from_training_to_the_held_out_split(
