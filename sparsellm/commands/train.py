@@ -4,20 +4,23 @@ Alone or under torchrun. Exit codes: 0 complete, 128 + signal when stopped, 2 fo
 that cannot continue (damaged data or checkpoint, divergence).
 """
 
-from sparsellm.config import Config, ConfigError, entry_point
+from collections.abc import Callable
+
+from sparsellm.config import ConfigError, entry_point
 from sparsellm.data import DataError
 from sparsellm.distributed.groups import MainRankFailed, RanksMissing
 from sparsellm.runs.folder import RunFolderError
 from sparsellm.system.console import warn, warn_on_main
 from sparsellm.system.errors import SparsellmError
 from sparsellm.training import warm_start
-from sparsellm.training.run import check, of_rank, run
+from sparsellm.training.run import Run, check, of_rank, run
 
 
-@entry_point("train", check, warm_start.adopt)
-def main(config: Config) -> int:
+def exit_code(work: Callable[[], Run]) -> int:
+    """Call `work`, which trains a run, and return the command's exit code. Reports the run's errors; a refused
+    configuration is raised."""
     try:
-        done = run(config)
+        done = work()
     except MainRankFailed:
         return 1  # the main rank reports why
     except (DataError, RunFolderError, OSError) as error:  # OSError: mostly a full disk
@@ -29,3 +32,6 @@ def main(config: Config) -> int:
         warn_on_main(str(error))
         return 1
     return int(done.diverged) if done.stopped is None else 128 + done.stopped
+
+
+main = entry_point("train", check, warm_start.adopt)(lambda config: exit_code(lambda: run(config)))

@@ -77,7 +77,7 @@ def mistakes(config: Config, typed: Sequence[str] = ()) -> list[str]:
     # By default, the warm-up is derived from the number of steps, so its own difference is not reported.
     if (steps != begun.training.steps or schedules == {Schedule.wsd}) and not warmup_typed:
         now[WARMUP] = before[WARMUP]
-    start = _return_to(begun, config.optimizer.schedule, steps)
+    start = _return_to(begun.training, begun.optimizer, begun.sparsity, config.optimizer.schedule, steps)
     if start is not None:
         for key in ("training.steps", "data.max_tokens"):  # data.max_tokens only decides how much is prepared
             now[key] = before[key]
@@ -107,12 +107,16 @@ def begun_as(run: RunConfig) -> Config | None:
     return None if run.restart or not path.is_file() else load(path)
 
 
-def _return_to(begun: Config, schedule: Schedule, steps: int) -> int | None:
-    """The last step that the run started with `begun` has in common with a longer run of `steps` steps; None if a run
-    with `steps` and `schedule` is not a longer version of the started one."""
-    if not begun.optimizer.schedule == schedule == Schedule.wsd or steps <= begun.training.steps:
+def _return_to(
+    training: TrainingConfig, optimizer: OptimizerConfig, sparsity: SparsityConfig, schedule: Schedule, steps: int
+) -> int | None:
+    """The last step that a run, started with these groups, has in common with a run with `steps` and `schedule`.
+
+    None if the run with `steps` is not a longer version of the started run.
+    """
+    if not optimizer.schedule == schedule == Schedule.wsd or steps <= training.steps:
         return None
-    return last_common_step(begun.training, begun.optimizer, begun.sparsity)
+    return last_common_step(training, optimizer, sparsity)
 
 
 def _set_decay_aside(folder: Path, steps: int, start: int) -> None:
@@ -169,9 +173,10 @@ def room_mistakes(
     size = parameters(model) * ((1 + MOMENTS) * FLOAT32 + DTYPES[hf_dtype].itemsize)  # state/ and hf/
     steps = [] if run.restart else saved_steps(folder)
     with suppress(ConfigError):  # `mistakes` reports a damaged config.yaml
-        begun = begun_as(run)
-        if begun is not None and (start := _return_to(begun, optimizer.schedule, training.steps)) is not None:
-            steps = [step for step in steps if step <= start]
+        if (begun := begun_as(run)) is not None:
+            old = begun.training, begun.optimizer, begun.sparsity
+            if (start := _return_to(*old, optimizer.schedule, training.steps)) is not None:
+                steps = [step for step in steps if step <= start]
     retention = Retention(run, training.steps, last_common_step(training, optimizer, sparsity))
     new = retention.most_at_once(steps) - len(steps)
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
@@ -241,7 +246,8 @@ def open_folder(config: Config, ranks: Ranks) -> Iterator[tuple[Config, Path]]:
             warmup, steps = config.optimizer.warmup_steps, config.training.steps
             if config.optimizer.schedule == Schedule.wsd and (begun := begun_as(config.run)) is not None:
                 warmup = begun.optimizer.warmup_steps
-                if (start := _return_to(begun, Schedule.wsd, steps)) is not None:
+                old = begun.training, begun.optimizer, begun.sparsity
+                if (start := _return_to(*old, Schedule.wsd, steps)) is not None:
                     _set_decay_aside(folder, begun.training.steps, start)
                     warn(
                         f"{folder.name} is extended from {begun.training.steps:,} to {steps:,} steps, with its warm-up"
