@@ -4,8 +4,7 @@
 
 Installs only the wheel into a temporary folder, and runs each step in a separate process: without nvcc and with an
 empty cache, with SPARSELLM_KERNELS, and with edited sources. Needs torch, transformers and pip; the last steps need
-nvcc and are skipped, with a message, without it. Prints a line per step, and exits with code 1 at the first step that
-fails.
+nvcc and are skipped, with a message, without it. Prints a line per step; exits with code 1 at the first failure.
 """
 
 import os

@@ -6,8 +6,7 @@
 
 Its arguments are run folders, or files with one line of JSON per run: {"name", "config", "rows", "task_rows"}, where
 "rows" are about 80 rows of the run's metrics and "task_rows" is the number of rows that `evaluate` scored per task.
---save OUT writes such a file, with "saved_by": the command, machine, commit and versions of the process that read the
-folder.
+--save OUT writes such a file, with "saved_by": the command, machine, commit and versions that read the folder.
 
 OUTPUT_sweep.png: cross entropy, nonzeros, dead neurons and accuracy against the L1 coefficient; nonzeros and dead
 neurons over training tokens. OUTPUT_dead.png: remedies for dead neurons, compared with plain runs at the same
@@ -15,8 +14,7 @@ coefficient. --widths: cross entropy, nonzeros and dead neurons against the numb
 differ in it. Tables are printed.
 
 The coefficient that raises cross entropy by 1% is interpolated between two coefficients of the sweep, on a log scale.
-The standard error of an accuracy comes from the number of scored rows; runs with a second seed show the spread between
-seeds.
+The standard error of an accuracy comes from the number of scored rows; a second seed shows the spread between seeds.
 """
 
 import argparse

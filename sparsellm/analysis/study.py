@@ -36,8 +36,7 @@ def mistakes(config: AnalyzeConfig) -> list[str]:
 
 
 def analyze_checkpoint(config: AnalyzeConfig) -> tuple[dict[str, Any], Path]:
-    """Analyze, and write analysis.json, the tables and the figures. Returns the contents of analysis.json and the
-    folder.
+    """Analyze, and write analysis.json, tables and figures. Returns the contents of analysis.json and the folder.
 
     Raises ConfigError with all messages of `mistakes`, and AnalysisError if the checkpoint cannot be analyzed.
     """

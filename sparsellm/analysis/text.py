@@ -71,8 +71,7 @@ def of_file(path: Path, tokenizer: "PreTrainedTokenizerBase", sequences: int, le
             # As in training, a special token's name that occurs in a document is encoded as plain text.
             encoded = tokenizer(some, add_special_tokens=False, split_special_tokens=True, verbose=False)
             tokens += [token for ids in encoded["input_ids"] for token in begin + ids + end]
-        # More tokens than wanted, because the last token of a truncated document may differ from that of the whole
-        # document.
+        # More tokens than wanted: the last token of a truncated document may differ from that of the whole document.
         if len(tokens) > wanted or not _is_cut(path, most):
             break
         most *= 8

@@ -1,8 +1,7 @@
 """Tokenizes chunks of documents on all cores, in order.
 
 A small corpus is encoded in this process, by the tokenizer's threads. The chunks of a larger one are distributed over
-one process per core, so that Python's per-document work runs in parallel and overlaps with reading. The tokens are the
-same.
+one process per core, so that Python's work per document runs in parallel with reading. The tokens are the same.
 """
 
 import multiprocessing

@@ -86,8 +86,7 @@ class Manifest:
     # file -> documents and training tokens taken from the file, and whether the whole file was read
     taken: dict[str, dict[str, int]] = field(default_factory=dict)
     # In progress.json: counts and position before the current file's first document, so that its documents can be
-    # rolled back. None if no document of the file is used yet, or some were used in an earlier pass or a finished
-    # folder.
+    # rolled back. None if no document of the file is used yet, or an earlier pass or a finished folder used some.
     begun: dict[str, Any] | None = None
     exhausted: bool = False  # the source has no more documents
     cut: bool = False  # the end of the stream is held out, because it has too few documents to hold out whole ones

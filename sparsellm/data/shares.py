@@ -3,8 +3,7 @@
 Preparation goes through the files in passes. Each pass has a goal: the number of training tokens to reach. Each file
 has a target: the number to reach after this file, which is the sum of the shares of the files so far. So documents
 longer than a share cause no drift, and a file whose target has been reached already is not opened. The last file is
-read until the goal is reached. If that file ends earlier, another pass divides the rest among the files that have text
-left.
+read until the goal is reached. If that file ends earlier, another pass divides the rest among the files with text left.
 
 Within a file, documents come from shuffled blocks (rows.py). A later pass, for example in an extension, continues each
 file where the previous pass stopped: no document is used twice, and tokens are only appended.
@@ -24,8 +23,7 @@ from sparsellm.data.tokenizer import Vocabulary
 
 # Sample for estimating a file's tokens per character: its first documents, and the first characters of each.
 SAMPLE_DOCUMENTS, SAMPLE_TEXT = 32, 20_000
-# Further files are sampled as long as all samples together have at most this many tokens, plus this fraction of the
-# tokens read.
+# Further files are sampled while all samples together have at most this many tokens, plus this fraction of those read.
 FREE_SAMPLES, SAMPLED_FRACTION = 50_000, 0.02
 
 

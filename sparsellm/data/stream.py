@@ -1,14 +1,12 @@
 """Trains on documents while they are read and tokenized, without disk space for tokens.
 
-Each epoch permutes the files and distributes them over the ranks, so that every file is read by one rank; a rank starts
-its next epoch when its own files end. Documents, except held-out and empty ones, are packed into blocks as in
-manifest.py. Blocks are shuffled in groups: a group is collected, then permuted. (`IterableDataset.shuffle` would lose
-its buffer on a resume.)
+Each epoch permutes the files and gives each file to one rank, which starts its next epoch when its own files end.
+Documents, except held-out and empty ones, are packed into blocks as in manifest.py. Blocks are shuffled in groups: a
+group is collected, then permuted. (`IterableDataset.shuffle` would lose its buffer on a resume.)
 
 A position consists of the position of the current group's first token, and the number of blocks already used from the
 group: a resume reads the group again and skips these blocks. A position is valid for one rank of a fixed number of
-ranks, one tokenizer (by content), and the same files; local files are identified by path, size, and their first and
-last MiB.
+ranks, one tokenizer (by content), and the same files (local ones by path, size, and their first and last MiB).
 
 Only local files before the position must be unchanged. Others may change or disappear (a file with a bad record has to
 be fixed): each epoch still permutes the files with which the run started, and missing ones are skipped. If the

@@ -22,8 +22,7 @@ looks as if rank 0 worked alone.
 
 The connections also give each launch of the ranks an ID. torchrun (torch 2.13) keeps its store across restarts, with
 the addresses of ranks that have ended. On several nodes torchrun counts restarts per node, so no number identifies a
-launch on all ranks. A rank 0 that answers belongs to this launch, because torchrun ends all ranks before it restarts
-any.
+launch on all ranks. A rank 0 that answers belongs to this launch, because torchrun ends all before it restarts any.
 """
 
 import json

@@ -20,8 +20,7 @@ def cross_entropy(
 
     The blocks are distributed over the ranks, which run equally many passes because a sharded model's forward is
     collective. Each pass has `micro_batch_size` sequences, because another shape would be compiled again: a rank with
-    fewer blocks left, or none, pads the pass with the first block, which is not counted. Synchronizes with the host
-    once.
+    fewer blocks left, or none, pads with the first block, which is not counted. Synchronizes with the host once.
     """
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
     mine = blocks[ranks.rank :: ranks.world_size]  # empty if there are fewer blocks than ranks

@@ -151,9 +151,8 @@ def _parsed(card: str) -> Any:  # a ModelCard, whose data has the fields that th
 def commands_of(config: Config, prepared: int | None = None) -> list[str]:
     """The commands that prepare the data (if it has one source) and train the same model.
 
-    `prepared`: the number of prepared training tokens that the run found. This number determines the order in which
-    tokens are read, even if the run needs fewer. The reader must replace FOLDER, which stands for folders of this
-    machine.
+    `prepared`: the number of prepared training tokens that the run found. This number decides the order of the tokens,
+    even if the run needs fewer. The reader must replace FOLDER, which stands for folders of this machine.
     """
     default, typed = definition(from_overrides([])), dict[str, Any]()
     for key, value in definition(config).items():

@@ -105,8 +105,7 @@ def view(weights: dict[str, Tensor], config: ModelConfig, activation: Activation
 def architecture(path: str | Path) -> tuple[ModelConfig, Activation]:
     """The architecture of the model in an hf/ folder or under a hub name, from its config.json alone.
 
-    Raises BrokenModel for damaged files, and ValueError, which lists every difference, for a model that the decoder
-    cannot represent.
+    Raises BrokenModel for damaged files, and ValueError with every difference that the decoder cannot represent.
     """
     hub = pretrained.read_config(path)
     return config_of(hub, path), Activation[hub.hidden_act]

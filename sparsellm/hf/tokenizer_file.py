@@ -1,5 +1,4 @@
-"""Loads tokenizers that were trained elsewhere: tries them in a separate process and adapts them to training and
-prompts.
+"""Loads tokenizers trained elsewhere: tries them in a separate process, and adapts them to training and prompts.
 
 A damaged tokenizer.json may exhaust memory, hang, or kill the process that loads it: the tokenizers library does not
 validate the file, and some of the library's errors are Rust panics. So the file is first tried in a separate process,

@@ -1,12 +1,10 @@
 """Compiles the sources in kernels/ to one library: finds nvcc, sets the flags, and marks the library with a build ID.
 
 Every kernels/**/*.cu is compiled on its own for sm_90a, and the .cpp files against torch's stable ABI; all are linked
-with the static CUDA runtime. Compiling needs nvcc, but no GPU and no CUDA build of torch. The build ID is the hash of
-all sources and flags.
+with the static CUDA runtime. Compiling needs nvcc, but no GPU and no CUDA build of torch.
 
 The version of torch is not part of the build ID, because the stable ABI lets one library serve torch 2.10 and later.
-The version of nvcc is not part of it either, so that a machine without nvcc finds the library that another machine
-built into a shared cache.
+The version of nvcc is not part of it either, so that machines without nvcc find what others built into a shared cache.
 """
 
 import hashlib

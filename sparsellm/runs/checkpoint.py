@@ -18,8 +18,7 @@ All ranks must see the folder (on several nodes, through a shared file system). 
 checkpoint than is kept.
 
 A checkpoint may come from anyone, so nothing in `state/` is executed (state_reader.py). `hf/` is the part to be shared.
-snapshot.py decides which rank writes what. Sharded tensors (DTensors) are loaded into any other sharding or into whole
-tensors: DCP reshards them.
+snapshot.py decides which rank writes what. DCP loads sharded tensors (DTensors) into any other sharding, or whole.
 
 All collectives run on `ranks.checkpoint_group`. A save runs its collectives in a thread, and every method except
 `__init__` first waits for that thread, so two threads never use the group at once. An exception on one rank becomes a

@@ -437,9 +437,8 @@ def read(path: Path) -> list[dict[str, Any]]:
 class MetricsFile:
     """metrics.jsonl, truncated after the row for `last_step`, because a resumed run writes later rows again.
 
-    Rows that cannot be written, because the disk is full, are kept in memory and retried with the next row. The list
-    `telling` holds the rows used by the model card, and may be read by another thread. `loss_range` covers the rows
-    up to `last_step`.
+    Rows that cannot be written, because the disk is full, are kept in memory and retried with the next row. Another
+    thread may read `telling`, the rows that the model card uses. `loss_range` covers the rows up to `last_step`.
     """
 
     def __init__(self, path: Path, last_step: int, saved: Saved | None = None, skip_damaged: bool = False) -> None:

@@ -9,8 +9,7 @@ wandb writes rows to disk every 15 seconds. A run that was killed sooner leaves 
 `wandb sync` refuse the whole folder; the next start removes such empty files.
 
 On a full disk wandb (0.31) silently drops rows, and keeps dropping them once there is space again. The only symptom is
-that wandb's file stops growing. A message reports the symptom once, and training continues, because metrics.jsonl has
-every row.
+that wandb's file stops growing. One message says so, and training continues, because metrics.jsonl has every row.
 
 No failure of wandb ends a command or delays it by more than about ten seconds. A start that fails online is retried
 offline. If the server fails later, wandb still writes every row to a file in the run's folder, and a line at the end

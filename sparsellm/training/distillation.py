@@ -63,8 +63,7 @@ class Teacher:
         """Read the teacher on the main rank and send it to the others. Collective. `before`: digest of the teacher
         used by the run so far, if any.
 
-        Raises ConfigError on the main rank, and MainRankFailed on the others, if the teacher cannot be read or has
-        changed.
+        Raises ConfigError on the main rank, MainRankFailed on the others, if the teacher changed or cannot be read.
         """
         self.config, self.autocast = config, autocast
         dtype, weights = DTYPES[runtime.precision], dict[str, Tensor]()

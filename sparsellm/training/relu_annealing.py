@@ -2,8 +2,7 @@
 
 Over relu_tokens tokens the gate is (1 - a) silu(z) + a relu(z), where a grows linearly from 0 to 1, and PyTorch
 computes the layers (sparsellm.ops.mixed). Once a is 1, the layers are ordinary ReLU layers, on the kernels if
-available. The share a is a tensor on the device, so a new value recompiles nothing; the switch to pure ReLU recompiles
-the layers once.
+available. The share a is a tensor on the device, so a new value recompiles nothing; the switch to ReLU recompiles once.
 """
 
 from typing import Any

@@ -129,8 +129,7 @@ def of_rank(error: Exception) -> str:
 
 
 def run(config: Config) -> Run:
-    """Train `config`, for which `check` must have returned no errors, or resume its run. A finished run is only
-    reported. Collective.
+    """Train `config`, in which `check` found no errors, or resume its run. A finished run is only reported. Collective.
 
     Raises MainRankFailed on the other ranks if the main rank failed. ConfigError, DataError, RunFolderError and OSError
     may be raised on this rank only; every other SparsellmError is raised on all ranks. If one of several ranks runs out

@@ -102,8 +102,7 @@ class Reinitialization:
 
     @torch.no_grad()
     def apply(self, step: int, silent_tokens: Tensor) -> None:
-        """Redraw the rows that are due at the end of `step`, identically on all ranks. Collective; does not wait for
-        the device.
+        """Redraw the rows due after `step`, identically on all ranks. Collective; does not wait for the device.
 
         `silent_tokens`: exact counts, int64 [L, N], the same on all ranks.
         """

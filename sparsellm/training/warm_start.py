@@ -150,8 +150,7 @@ def weight_mistakes(models: dict[str, str]) -> list[str]:
 def write_weights(
     model: Decoder, name: str, architecture: ModelConfig, run_name: str | None, data: Data, ranks: Ranks
 ) -> list[int]:
-    """Load the weights of `name`, the value of init_from, into `model`, which may be sharded; the main rank reads them.
-    Collective.
+    """Load the weights of init_from=`name` into `model`, which may be sharded; the main rank reads them. Collective.
 
     Returns, on the main rank, the stop tokens of `name` other than the end-of-text token of `data`, for example the end
     of a chat turn. Documents never contain these special tokens, so stopping there truncates no text.
