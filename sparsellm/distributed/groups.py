@@ -4,7 +4,7 @@ A single process forms a group of one, so that callers need not distinguish the 
 background thread and use a separate CPU group, because two threads must not share a group for collectives.
 
 Only this file exchanges objects between ranks. A stop request is sent along with a reduction that happens anyway: the
-one for the row of a logged step (runs/metrics.py).
+one for the row of a logged step (runs/step_metrics.py).
 
 If a rank ends or hangs between rendezvous and leaving the group, its lifeline ends all other ranks (lifeline.py).
 """

@@ -41,8 +41,9 @@ from sparsellm.runs import layout, metrics, report
 from sparsellm.runs.checkpoint import CheckpointError, Checkpoints
 from sparsellm.runs.divergence import LossRange
 from sparsellm.runs.layout import CHECKPOINTS, PLOTS, STATE, VALUES, WAITING_ROW
-from sparsellm.runs.metrics import HeldOut, MetricsError, StepClock, StepReport, StepSums, StepValues
+from sparsellm.runs.metrics import MetricsError
 from sparsellm.runs.retention import Retention, last_common_step
+from sparsellm.runs.step_metrics import HeldOut, Rows, StepClock, StepReport, StepSums, StepValues, reduce_step
 from sparsellm.runs.tensorboard_record import TensorboardRun
 from sparsellm.runs.wandb_record import WandbRun
 from sparsellm.system.console import warn
@@ -292,7 +293,7 @@ class Trainer:
             "micro_batch_size": self.micro_batch.size,
             "ffn_saved_bytes": self.micro_batch.ffn_saved_bytes(),
         }
-        return metrics.reduce_step(
+        return reduce_step(
             sums, None if sums.fired is None else self.silent.reduced(), self.config.sparsity.dead_after_tokens,
             None if self.reinitialization is None else self.reinitialization.count,
             (norm, self.optimizer.skipped, self.optimizer.skipped_in_row), stop,
@@ -453,7 +454,7 @@ class Trainer:
         Raises MetricsError if rows are damaged, and TrainingDiverged if training.stop_on_divergence ended the run.
         """
         config, parameters = self.config, sum(p.numel() for p in self.decoder.parameters())
-        rows = metrics.Rows(
+        rows = Rows(
             config.model, config.training, config.sparsity, config.distill, config.data.mix_names,
             self.ranks.world_size, self.ranks.device,
         )  # fmt: skip

@@ -26,7 +26,7 @@ from torch import Tensor
 from sparsellm.config import FLOAT32
 from sparsellm.distributed.groups import Ranks, gather, on_main
 from sparsellm.ops import Engine, Plan
-from sparsellm.runs.metrics import StepSums
+from sparsellm.runs.step_metrics import StepSums
 from sparsellm.system import regular
 from sparsellm.system.console import quantity, warn
 from sparsellm.system.errors import SparsellmError

@@ -24,7 +24,7 @@ from sparsellm.policy import Policy, first_use
 from sparsellm.policy.costs import Costs
 from sparsellm.policy.packaged import is_shipped
 from sparsellm.policy.training import DECIDE_EVERY, DELAY, Counts, over_ranks
-from sparsellm.runs.metrics import StepSums
+from sparsellm.runs.step_metrics import StepSums
 
 SKIPPED = -1.0  # replaces every count of a skipped step
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from sparsellm.runs.metrics import StepClock
+from sparsellm.runs.step_metrics import StepClock
 from sparsellm.system.console import say
 
 FIRST = 3  # steps that are timed for the first estimate, after the process's first step, which may compile

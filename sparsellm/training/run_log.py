@@ -6,7 +6,8 @@ from typing import Any
 
 from sparsellm.runs.checkpoint import spelled
 from sparsellm.runs.divergence import LossRange
-from sparsellm.runs.metrics import MetricsFile, Rows
+from sparsellm.runs.metrics import MetricsFile
+from sparsellm.runs.step_metrics import Rows
 from sparsellm.runs.tensorboard_record import TensorboardRun
 from sparsellm.runs.wandb_record import WandbRun
 from sparsellm.system.console import warn

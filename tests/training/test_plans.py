@@ -17,7 +17,8 @@ from sparsellm.ops import Engine, Plan, backend, saved_bytes
 from sparsellm.ops.plan import ROOM
 from sparsellm.policy import Policy, costs, first_use, store
 from sparsellm.policy.costs import Cost, Costs
-from sparsellm.runs.metrics import METRICS, StepSums, read
+from sparsellm.runs.metrics import METRICS, read
+from sparsellm.runs.step_metrics import StepSums
 from sparsellm.training.plans import Plans
 
 # Large enough for the tile engine to pay: 4 + 4 + 2 sequences to a micro-batch, 20,480 tokens to a step.
