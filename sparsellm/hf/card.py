@@ -23,7 +23,6 @@ from sparsellm.config import (
     RopeType,
     Source,
     SparsityConfig,
-    TrainingConfig,
     definition,
     from_overrides,
     parameters,
@@ -71,18 +70,23 @@ def text(config: Config, step: int, rows: list[dict[str, Any]], prepared: int | 
     `commands_of`.
     """
     rows = [row for row in rows if row["step"] <= step]
-    relu = config.sparsity.activation == Activation.relu
+    model, training, sparsity = config.model, config.training, config.sparsity
+    relu, tokens = sparsity.activation == Activation.relu, step * training.tokens_per_step
     kind = f"A language model whose feedforward layers are {'sparse (ReLU)' if relu else 'dense (SiLU)'},"
-    origin = _origin_facts(config.init_from, config.sparsity, config.distill, step * config.training.tokens_per_step)
-    table = "\n".join(
-        f"| {what} | {value} |"
-        for what, value in _facts(config.model, config.data, config.training, config.sparsity, step, rows, origin)
-    )
-    commands = "\n".join(f"    {command}" for command in commands_of(config, prepared))
+    l1 = f"{sparsity.l1_coefficient:g} (`{sparsity.l1_normalization.name}`)"
+    facts = [
+        *_model_facts(model),
+        *_origin_facts(config.init_from, sparsity, config.distill, tokens),
+        ("data", _data(config.data)),
+        ("tokens", f"{tokens:,} of {training.steps * training.tokens_per_step:,}"),
+        *([("L1 coefficient", l1)] if relu else []),
+        *_measured_facts(rows, model.intermediate_size),
+    ]
     return _TEXT.format(
         licence=LICENCE, head=_head(config.run.name, rows), name=config.run.name, step=step, kind=kind,
-        parameters=parameters(config.model), table=table, architecture=conversion.class_name(config.model),
-        activation=config.sparsity.activation.name, commands=commands,
+        parameters=parameters(model), table="\n".join(f"| {what} | {value} |" for what, value in facts),
+        architecture=conversion.class_name(model), activation=sparsity.activation.name,
+        commands="\n".join(f"    {command}" for command in commands_of(config, prepared)),
     )  # fmt: skip
 
 
@@ -212,32 +216,16 @@ def _escaped(name: str) -> str:
     return re.sub(r"[\\`*|\[\]]", r"\\\g<0>", html.escape(" ".join(name.split()), quote=False))
 
 
-def _facts(
-    model: ModelConfig,
-    data: DataConfig,
-    training: TrainingConfig,
-    sparsity: SparsityConfig,
-    step: int,
-    rows: list[dict[str, Any]],
-    origin: list[tuple[str, str]],
-) -> list[tuple[str, str]]:
-    layers = f"{model.num_layers} of {model.intermediate_size:,} neurons, {'gated' if model.gated else 'not gated'}"
-    done = f"{step * training.tokens_per_step:,} of {training.steps * training.tokens_per_step:,}"
+def _data(data: DataConfig) -> str:
     source = " ".join(without_folders(part) for part in (data.dataset, data.subset) if part)
-    names = " + ".join(data.mix_names) if data.mix else data.name + (f" ({source})" if source else "")
-    found = [
-        ("layers", layers),
-        ("width, heads, context", f"{model.hidden_size:,}, {model.num_heads}, {model.context_length:,}"),
-        *_attention_facts(model),
-        *origin,
-        ("data", _escaped(names)),
-        ("tokens", done),
-    ]
-    if sparsity.activation == Activation.relu:
-        found.append(("L1 coefficient", f"{sparsity.l1_coefficient:g} (`{sparsity.l1_normalization.name}`)"))
+    return _escaped(" + ".join(data.mix_names) if data.mix else data.name + (f" ({source})" if source else ""))
+
+
+def _measured_facts(rows: list[dict[str, Any]], neurons: int) -> list[tuple[str, str]]:
+    """The latest losses, scores and nonzeros in `rows`. `neurons`: per layer."""
     if not rows:
-        return found
-    last = rows[-1]
+        return []
+    last, found = rows[-1], []
     if last["ce"] is not None:
         found.append(("cross entropy, training", f"{last['ce']:.3f} (step {last['step']:,})"))
     if validated := _last(rows, "val_ce"):
@@ -248,7 +236,7 @@ def _facts(
         found.append((f"scores at step {scored['step']:,}", each))
     if last["nnz_per_layer"] is not None:
         each = ", ".join(f"{nonzeros:,.1f}" for nonzeros in last["nnz_per_layer"])
-        found.append(("nonzeros per token", f"{last['nnz_mean']:,.1f} of {model.intermediate_size:,}; by layer {each}"))
+        found.append(("nonzeros per token", f"{last['nnz_mean']:,.1f} of {neurons:,}; by layer {each}"))
     return found
 
 
@@ -270,8 +258,10 @@ def _origin_facts(
     return found
 
 
-def _attention_facts(model: ModelConfig) -> list[tuple[str, str]]:
-    """The differences from plain multi-head attention with a tied output matrix."""
+def _model_facts(model: ModelConfig) -> list[tuple[str, str]]:
+    """The shape, and the differences from plain multi-head attention with a tied output matrix."""
+    layers = f"{model.num_layers} of {model.intermediate_size:,} neurons, {'gated' if model.gated else 'not gated'}"
+    width = f"{model.hidden_size:,}, {model.num_heads}, {model.context_length:,}"
     said = [
         (model.kv_heads != model.num_heads, f"{model.kv_heads} key/value heads"),
         (model.head_dim is not None, f"head dimension {model.head_width}"),
@@ -280,5 +270,6 @@ def _attention_facts(model: ModelConfig) -> list[tuple[str, str]]:
         (model.rope_parameters.rope_type != RopeType.default, f"{model.rope_parameters.rope_type.name} rotary scaling"),
         (not model.tie_embeddings, "output matrix not tied to the embedding"),
     ]
-    found = [what for holds, what in said if holds]
-    return [("attention and head", "; ".join(found))] if found else []
+    differences = "; ".join(what for holds, what in said if holds)
+    attention = [("attention and head", differences)] if differences else []
+    return [("layers", layers), ("width, heads, context", width), *attention]
