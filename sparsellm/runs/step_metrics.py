@@ -132,21 +132,13 @@ class StepValues:
 
 
 def reduce_step(
-    sums: StepSums,
-    silent_tokens: Tensor | None,
-    dead_after_tokens: int,
-    reinitialized: Tensor | None,
-    optimizer_state: tuple[Tensor, Tensor, Tensor],
-    stop: bool,
-    mj_per_token: float,
-    known: dict[str, Any],
+    sums: StepSums, same: dict[str, Tensor | None], stop: bool, mj_per_token: float, known: dict[str, Any],
     clock: StepClock,
-) -> StepReport:
+) -> StepReport:  # fmt: skip
     """Reduce one step's values over the ranks and start copying them to the host. Collective.
 
-    `optimizer_state`: (gradient norm, skipped, skipped in a row), 0-d, the same on all ranks. `silent_tokens`: int64
-    [L, N], already reduced, or None for SiLU models. `reinitialized`: int64 [L], the same on all ranks, or None if
-    disabled. `mj_per_token`: energy of this rank's GPU per token of the global batch.
+    `same`: fields of StepValues that are the same on all ranks already. `mj_per_token`: energy of this rank's GPU per
+    token of the global batch.
     """
     summed = {
         "ce": sums.ce, "stop": torch.full_like(sums.ce, stop),
@@ -154,10 +146,6 @@ def reduce_step(
         "wide_segments": sums.wide_segments, "rest_calls": sums.rest_calls,
         "mj_per_token": torch.full_like(sums.ce, mj_per_token),
     }  # fmt: skip
-    names = ("grad_norm", "skipped", "skipped_in_row")
-    same: dict[str, Tensor | None] = dict(zip(names, optimizer_state, strict=True))
-    same["dead"] = None if silent_tokens is None else (silent_tokens >= dead_after_tokens).sum(1)
-    same["reinitialized"] = reinitialized
     total = _packed(summed)
     dist.all_reduce(total)
     shapes = {name: value.shape for name, value in (summed | same).items() if value is not None}

@@ -293,12 +293,15 @@ class Trainer:
             "micro_batch_size": self.micro_batch.size,
             "ffn_saved_bytes": self.micro_batch.ffn_saved_bytes(),
         }
-        return reduce_step(
-            sums, None if sums.fired is None else self.silent.reduced(), self.config.sparsity.dead_after_tokens,
-            None if self.reinitialization is None else self.reinitialization.count,
-            (norm, self.optimizer.skipped, self.optimizer.skipped_in_row), stop,
-            self.energy.mj_per_token(self.tokens), known, clock,
-        )  # fmt: skip
+        dead_after = self.config.sparsity.dead_after_tokens
+        same = {
+            "grad_norm": norm,
+            "skipped": self.optimizer.skipped,
+            "skipped_in_row": self.optimizer.skipped_in_row,
+            "dead": None if sums.fired is None else (self.silent.reduced() >= dead_after).sum(1),
+            "reinitialized": None if self.reinitialization is None else self.reinitialization.count,
+        }
+        return reduce_step(sums, same, stop, self.energy.mj_per_token(self.tokens), known, clock)
 
     def _evaluation(self) -> LiveEvaluation | None:
         """The evaluation, if one is due at this step."""
