@@ -17,10 +17,14 @@ from sparsellm import cli, data
 from sparsellm.ops import Engine, Plan, saved_bytes
 from sparsellm.training import loop, memory, micro_batch, plans
 from sparsellm.training.loop import Trainer
+from sparsellm.training.micro_batch import Setting
 
 # Small layers keep most beside the feedforward block's planes: with many neurons, sparse ones have room for twice as
 # many sequences.
-ROOMY = ["model.intermediate_size=768", "runtime.micro_batch_size=auto", "runtime.deterministic=false"]
+ROOMY = [
+    "model.intermediate_size=768", "runtime.micro_batch_size=auto", "runtime.recompute=false",
+    "runtime.deterministic=false",
+]  # fmt: skip
 OUT_OF_MEMORY = 11
 
 
@@ -58,7 +62,7 @@ class FakeGpu:
             return None
         finally:
             self.tried.append(self.last)
-        return self.trainer.micro_batch.usage(self.last).total
+        return self.trainer.micro_batch.usage(Setting(self.last, self.trainer.decoder.recompute)).total
 
 
 def sparse_layers_save_nothing(plan, tokens, neurons, gated, dtype):
@@ -77,7 +81,7 @@ def become_sparse(trainer: Trainer, steps: Callable[[int], bool]) -> None:
 
     trainer.plans.__class__ = Said
     trainer.micro_batch.plans = trainer.plans
-    trainer.micro_batch._take(trainer.micro_batch.size)
+    trainer.micro_batch._take(trainer.micro_batch.setting)
 
 
 def be_one_of_two_ranks(folder: Path, overrides: list[str]) -> None:

@@ -5,8 +5,8 @@ r"""Training throughput on 1, 2, 4 and 8 GPUs of one machine, for several experi
 
 Each measurement is one command of bench_train, whose result is OUT/NAME.json: PyTorch (runtime.kernels=torch) and the
 kernels (runtime.kernels=auto), at the same micro-batch and at the largest one that fits, with new weights (dense) and
-with weights that fire --firing neurons per token (sparse). 2b is also sharded (runtime.shard), and 7b only sharded, on
-all GPUs.
+with weights that fire --firing neurons per token (sparse). 2b is also sharded (runtime.shard), and 7b and 2b_wide only
+sharded, on all GPUs.
 
 The command stops --minutes after it started. The same command continues with the measurements that have no result yet,
 and always ends with the table of those that have one. Speedups over one GPU are at the same global batch. "NCCL" is
@@ -25,8 +25,12 @@ from scripts.benchmarks import harness
 from scripts.benchmarks.harness import cell
 from sparsellm.config import Shard
 
-BOTH_FIT = {"0p5b": 32, "1b": 16, "1p5b": 8, "2b": 4, "7b": 4}  # micro-batch that fits on 80 GB for both, when dense
-SHARDED = {"2b": (Shard.optimizer, Shard.full), "7b": (Shard.full,)}
+# Micro-batch that fits on 80 GB for both, when dense.
+BOTH_FIT = {
+    "0p5b": 32, "1b": 16, "1p5b": 8, "2b": 4, "7b": 4, "0p5b_wide": 16, "1b_wide": 8, "1p5b_wide": 2, "2b_wide": 4,
+}  # fmt: skip
+SHARDED = {"2b": (Shard.optimizer, Shard.full), "7b": (Shard.full,), "2b_wide": (Shard.optimizer,)}
+ONLY_SHARDED = {"7b", "2b_wide"}
 BATCH = 512  # sequences, over all GPUs
 
 
@@ -58,7 +62,7 @@ def measurements(experiments: Sequence[str], gpus: int, firing: float) -> Iterat
     for size in sizes:
         for experiment in experiments:
             for shard in (Shard.none, *SHARDED.get(experiment, ())):
-                fits = experiment != "7b" or shard != Shard.none
+                fits = experiment not in ONLY_SHARDED or shard != Shard.none
                 if fits and (shard == Shard.none or size == sizes[0] > 1):
                     for each in (None, firing):
                         yield Measurement(experiment, size, shard, each)

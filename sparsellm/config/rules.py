@@ -190,6 +190,8 @@ def _distill_mistakes(distill: DistillConfig) -> Iterator[str]:
 
 def _runtime_mistakes(runtime: RuntimeConfig, steps: int, world_size: int) -> list[str]:
     found, traced = device_mistakes("runtime.device", runtime.device), runtime.profile_steps
+    if isinstance(runtime.recompute, str) and runtime.recompute != "auto":
+        found.append(f"runtime.recompute is {runtime.recompute}: it should be auto, true or false")
     if runtime.ddp_compress != DdpCompress.none:
         found += _compression_mistakes(runtime, world_size)
     if traced and not (len(traced) == 2 and 1 <= traced[0] <= traced[1] <= steps):

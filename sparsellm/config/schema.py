@@ -266,7 +266,11 @@ class RuntimeConfig:
     memory_limit_gib: float | None = key(
         None, "GPU memory limit per rank in GiB, everything included. null: all of it.", above=0
     )
-    recompute: bool = key(False, "Recompute each layer in the backward pass instead of keeping its activations.")
+    recompute: bool | str = key(
+        "auto",
+        "Recompute each layer in the backward pass instead of keeping its activations. auto: while that is faster by "
+        "estimate, because micro_batch_size=auto can then be larger.",
+    )
     shard: Shard = key(
         Shard.none, "State sharded across a node's ranks. optimizer: gradients and optimizer state; full: weights too."
     )

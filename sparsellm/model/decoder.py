@@ -150,9 +150,10 @@ class Decoder(nn.Module):
     Matrices are drawn from N(0, init_std) in a fixed order from torch's default generator.
     """
 
-    def __init__(self, config: ModelConfig, activation: Activation, recompute: bool = False) -> None:
+    def __init__(self, config: ModelConfig, activation: Activation) -> None:
         super().__init__()
-        self.config, self.recompute = config, recompute
+        self.config = config
+        self.recompute = False  # whether layers are recomputed in the backward pass; may change between steps
         self.softmax_cross_entropy = softmax_cross_entropy
         self.distilled_softmax_cross_entropy = distilled_softmax_cross_entropy
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)

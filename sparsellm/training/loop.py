@@ -123,7 +123,7 @@ class Trainer:
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=runtime.precision == Precision.bfloat16)
         self.optimizer = Optimizer(self.decoder, config.optimizer)
         self.micro_batch = MicroBatch(
-            memory, ranks, folder, gpu, self.plans, partial(self.accumulate, reduce=False),
+            memory, ranks, folder, gpu, self.plans, self.decoder, partial(self.accumulate, reduce=False),
             self.optimizer.drop_gradients,
         )  # fmt: skip
         self.silent = SilentNeurons(model, device)
@@ -365,7 +365,7 @@ class Trainer:
 
     def _validate(self) -> HeldOut:
         blocks, each = self.data.validation, self.data.named_validation
-        arguments = self.micro_batch.first, self.autocast, self.ranks
+        arguments = self.micro_batch.first.size, self.autocast, self.ranks
         named = {name: cross_entropy(self.decoder, each[name], *arguments) for name in each}
         return HeldOut(cross_entropy(self.decoder, blocks, *arguments), blocks[:, 1:].numel(), named)
 

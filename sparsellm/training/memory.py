@@ -76,8 +76,9 @@ class StepMemory:
     sharing: Sharing = UNSHARED
     taught: bool = False  # whether the run has a teacher
 
-    def usage(self, sequences: int, plans: Sequence[Plan | None]) -> Usage:
-        """Memory of a step with `sequences` sequences per micro-batch. `plans`: by layer, None if PyTorch traces it."""
+    def usage(self, sequences: int, plans: Sequence[Plan | None], recompute: bool = False) -> Usage:
+        """Memory of a step with `sequences` sequences per micro-batch. `plans`: by layer, None if PyTorch traces it.
+        `recompute`: whether layers are recomputed in the backward pass."""
         sharing, size = self.sharing, FLOAT32 * parameters(self.model)
         accumulates = sequences < self.share
         buckets = size if self.world_size > 1 and sharing.ranks == 1 else 0
@@ -87,16 +88,16 @@ class StepMemory:
             # DDP's buckets hold the gradients of the last micro-batch; those of earlier micro-batches are separate.
             gradients=size // sharing.ranks if accumulates or not buckets else 0,
             buckets=buckets,
-            activations=self._activations(sequences, plans),
+            activations=self._activations(sequences, plans, recompute),
             accumulates=accumulates,
         )
 
-    def ffn_saved_bytes(self, sequences: int, plans: Sequence[Plan | None]) -> int | None:
+    def ffn_saved_bytes(self, sequences: int, plans: Sequence[Plan | None], recompute: bool = False) -> int | None:
         """Bytes that the feedforward layers save for the backward pass of `sequences` sequences, in addition to their
         inputs. None for SiLU, where autograd and the compiler decide."""
         if self.activation != Activation.relu:
             return None
-        if self.runtime.recompute:
+        if recompute:
             return 0  # only the layer that is computing its backward pass keeps anything
         tokens, model = sequences * self.sequence_length, self.model
         return sum(saved_bytes(plan, tokens, model.intermediate_size, model.gated, self._dtype) for plan in plans)
@@ -105,11 +106,11 @@ class StepMemory:
     def _dtype(self) -> torch.dtype:
         return DTYPES[self.runtime.precision]
 
-    def _activations(self, sequences: int, plans: Sequence[Plan | None]) -> int:
+    def _activations(self, sequences: int, plans: Sequence[Plan | None], recompute: bool) -> int:
         model, tokens, element = self.model, sequences * self.sequence_length, self._dtype.itemsize
         layers = [self._layer(tokens, plan) for plan in plans]
         kept, at_work = sum(layers), 0
-        if self.runtime.recompute:
+        if recompute:
             each_input = FLOAT32 * tokens * model.hidden_size
             kept, at_work = len(layers) * each_input, max(layers) - each_input
         # In addition to saved [M, N] tensors, backward needs one such tensor if compiled; with kernels dh, dz and du.

@@ -1,8 +1,10 @@
-"""The micro-batch size, in sequences per rank: `runtime.micro_batch_size`, a number or `auto` (the largest that fits).
+"""The micro-batch size, in sequences per rank, and whether layers are recomputed in the backward pass.
 
+`runtime.micro_batch_size` is a number, or `auto`: the largest size that fits. `runtime.recompute` is true, false, or
+`auto`: recompute if the larger micro-batches that then fit are estimated to save more time than recomputation costs.
 docs/TRAINING.md, "Micro-batch size and memory", describes how `auto` chooses a size that divides the rank's share of
 the global batch, grows it once layers are sparse, and halves it when memory runs out. A step's gradients are sums over
-the tokens of the global batch (training/loop.py), so the size only changes rounding.
+the tokens of the global batch (training/loop.py), so the size only changes rounding. Recomputation changes nothing.
 
 All ranks make the same decisions, because they use the same plans and the limits agreed on at the start. Only the
 forward and backward passes that check a size wait for the device. These passes leave no trace: gradients are cleared,
@@ -15,7 +17,6 @@ CPU, `auto` does not measure memory and chooses at most CPU_SEQUENCES.
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,8 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparsellm.config import FLOAT32
+from sparsellm.config import FLOAT32, Shard
 from sparsellm.distributed.groups import Ranks, gather, on_main
+from sparsellm.model import Decoder
 from sparsellm.ops import Engine, Plan
 from sparsellm.runs.step_metrics import StepSums
 from sparsellm.system import regular
@@ -40,9 +42,12 @@ CPU_SEQUENCES = 16  # largest size on a CPU
 MOST_TOKENS = 131_072  # maximum tokens per micro-batch; more was not measured, and should gain little
 SETTLED = 4  # a larger size must fit at this many plan decisions in a row (32 steps) before it is used
 MARGIN = 0.02  # fraction of the estimated memory that is reserved for fragmentation
-# Minimum tokens per micro-batch of a sharded run: 4,096 were too few for its communication (docs/dev/LOG.md).
-FEW_TOKENS = 8_192
-LESS = "use runtime.recompute=true or a shorter training.sequence_length"
+RECOMPUTING = 4 / 3  # time of a step that recomputes: two forward passes and a backward pass are 8 FLOP instead of 6
+# Each micro-batch also casts weights, adds gradients and communicates, which takes as long as computing this many
+# tokens. Solved from pairs of measured speeds: two sizes of 1.5B and of 2B, and the three values of runtime.shard for
+# 1.5B and 7B on two GPUs (docs/RESULTS.md, "Sharded training" and "Dense training"). They predict the speed of 2B that
+# recomputes, 0.79 of the speed without recomputation, to 1%.
+PER_MICRO_BATCH = {Shard.none: 800, Shard.optimizer: 1_400, Shard.full: 2_600}
 
 
 class MicroBatchError(SparsellmError, RuntimeError):
@@ -53,15 +58,25 @@ class OutOfMemory(MicroBatchError):
     """This rank, perhaps alone, ran out of memory inside a step. Other ranks may be waiting for it in a collective."""
 
 
-class Growing(NamedTuple):
-    """A larger size that would fit, and the number of consecutive plan decisions at which it did."""
+class Setting(NamedTuple):
+    """How a step computes: sequences per micro-batch, and whether layers are recomputed in the backward pass."""
 
     size: int
+    recompute: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.size}{' with recomputation' if self.recompute else ''}"
+
+
+class Growing(NamedTuple):
+    """A faster setting that would fit, and the number of consecutive plan decisions at which it did."""
+
+    setting: Setting
     decisions: int
 
 
 class MicroBatch:
-    """Chooses `size`, the micro-batch size of a run's steps."""
+    """Chooses `setting`, the micro-batch size and the recomputation of a run's steps."""
 
     def __init__(
         self,
@@ -70,6 +85,7 @@ class MicroBatch:
         folder: Path,
         gpu: Gpu | None,
         plans: Plans | None,
+        decoder: Decoder,
         passes: Callable[[Tensor, int], object],
         drop_gradients: Callable[[], None],
     ) -> None:
@@ -79,14 +95,16 @@ class MicroBatch:
         collectives.
         """
         self.memory, self.ranks, self.folder, self.gpu, self.plans = memory, ranks, folder, gpu, plans
-        self.passes, self.drop_gradients, self.share = passes, drop_gradients, memory.share
-        given = memory.runtime.micro_batch_size
+        self.decoder, self.passes, self.drop_gradients, self.share = decoder, passes, drop_gradients, memory.share
+        given, recompute = memory.runtime.micro_batch_size, memory.runtime.recompute
         self.auto = given == AUTO
-        self.size = self.share if isinstance(given, str) else min(given, self.share)
-        self.first = self.size  # initial size, which fits even if all layers are dense
-        self.grown: int | None = None  # the larger size, once the run has grown
-        self.growing = Growing(self.size, 0)
-        self.most: int | None = None  # maximum size, set after a larger size ran out of memory
+        self.recompute = [True, False] if self.auto and recompute == AUTO else [recompute is True]  # what may be chosen
+        self.setting = Setting(self.share if isinstance(given, str) else min(given, self.share), recompute is True)
+        decoder.recompute = self.setting.recompute
+        self.first = self.setting  # initial setting, which fits even if all layers are dense
+        self.grown: Setting | None = None  # the faster setting, once the run has grown
+        self.growing = Growing(self.setting, 0)
+        self.most: int | None = None  # maximum size, set after a larger size ran out of memory in a step
         self.limit: int | None = None  # bytes that a process may use on its GPU, minimum over ranks
         self.capacity: int | None = None  # bytes that `_needed` must not exceed; None: the size does not grow
         self.peak: int | None = None  # bytes, measured at the start
@@ -94,154 +112,170 @@ class MicroBatch:
         self.restored = False  # whether the size comes from a checkpoint
         self.teacher_bytes = 0  # memory of the teacher, in addition to the trained model's
 
+    @property
+    def size(self) -> int:
+        """The micro-batch size of the next step."""
+        return self.setting.size
+
     def choose(self) -> None:
-        """Choose the size when a run starts or resumes. Collective. Raises MicroBatchError if none fits."""
+        """Choose the setting when a run starts or resumes. Collective. Raises MicroBatchError if none fits."""
         if not self.auto:
             return
         self._read_record()
         if self.gpu is None:
             if not self.restored:
-                self._take_first(max(size for size in self._sizes() if size <= CPU_SEQUENCES))
+                size = max(size for size in self._sizes() if size <= CPU_SEQUENCES)
+                self._take_first(Setting(size, self.memory.runtime.recompute is True))
             return
         limit = min(gather(self.gpu.limit))
         if limit != self.limit:  # a new run, or a checkpoint from another GPU or another limit
             self.limit, self.capacity, self.restored = limit, None, False
         if self.memory.runtime.deterministic:
             if not self.restored:
-                self._take_first(self._largest(limit - UNMEASURED, self._sizes()))
+                self._take_first(self._fastest(limit - UNMEASURED, self._settings()))
             return
         if self.ranks.world_size > 1:  # NCCL allocates its buffers on first use, so use it before measuring memory
             count = self.memory.runtime.ddp_bucket_mb * 2**20 // FLOAT32
             dist.all_reduce(torch.zeros(count, device=self.ranks.device))
         available = min(gather(self.gpu.available()))
-        size = self.size if self.restored else self._largest(available, self._sizes())
+        setting = self.setting if self.restored else self._fastest(available, self._settings())
         left_out = 0  # bytes of the measured peak that the estimate misses; assumed to be the same at any size
         if self.memory.sharing == UNSHARED:
-            size = self._check(size)
+            setting = self._check(setting)
             assert self.peak is not None
-            left_out = self.peak - self._needed(size)
+            left_out = self.peak - self._needed(setting)
             self.gpu.hold()  # again, because the passes have loaded kernels, whose code counts towards the limit
         if not self.restored:
-            self._take_first(size)
-            self._advise(available)
+            self._take_first(setting)
         if self.capacity is None:
             self.capacity = min(gather(self.gpu.available() - left_out))
 
-    def _check(self, size: int) -> int:
-        """The largest size, at most `size`, with which passes over random tokens fit in memory on all ranks."""
+    def _check(self, setting: Setting) -> Setting:
+        """The fastest setting, from `setting` down, with which passes over random tokens fit in memory on all ranks."""
         assert self.gpu is not None
+        others = self._settings()
         while True:
+            size, recompute = setting
             # Up to two micro-batches, because memory peaks when the second adds to the gradients of the first.
             shape = min(2 * size, self.share), self.memory.sequence_length + 1
             generator = torch.Generator().manual_seed(0)
-            self.peak = self._peak(size, torch.randint(self.memory.model.vocab_size, shape, generator=generator))
+            self.peak = self._peak(setting, torch.randint(self.memory.model.vocab_size, shape, generator=generator))
             if None not in gather(self.peak):
-                return size
-            smaller = [other for other in self._sizes() if other < size]
-            if not smaller:
+                return setting
+            needed = self._needed(setting)
+            others = [
+                other for other in others
+                if (other.recompute == recompute and other.size < size)
+                or (other.recompute != recompute and self._needed(other) < needed)
+            ]  # fmt: skip
+            if not others:
                 raise MicroBatchError(
-                    f"not even one sequence fits: training needs {self._needed(1) / GIB:,.1f} GiB with micro-batch 1,"
-                    f" and this GPU has {self.gpu.available() / GIB:,.1f} GiB for it: {LESS}"
+                    f"not even one sequence fits: training needs {needed / GIB:,.1f} GiB with micro-batch {setting},"
+                    f" and this GPU has {self.gpu.available() / GIB:,.1f} GiB for it: {self._remedy()}"
                 )
-            self.ranks.say(f"sparsellm: micro-batch {size} ran out of memory; trying {smaller[-1]}")
+            smaller = min(others, key=self._time)
+            self.ranks.say(f"sparsellm: micro-batch {setting} ran out of memory; trying {smaller}")
             torch._dynamo.reset()  # graphs of many sizes would exceed dynamo's limit
-            size, self.restored, self.capacity = smaller[-1], False, None
+            setting, self.restored, self.capacity = smaller, False, None
 
-    def _advise(self, available: int) -> None:
-        """Suggest recomputation if a sharded run has memory for only few tokens per micro-batch, because each
-        micro-batch communicates all gradients (with runtime.shard=full also weights), however few tokens it has."""
-        runtime, tokens = self.memory.runtime, self.size * self.memory.sequence_length
-        if self.memory.sharing == UNSHARED or runtime.recompute or tokens >= FEW_TOKENS:
-            return
-        recomputing = replace(self.memory, runtime=replace(runtime, recompute=True))
-        more = self._largest(available, self._sizes(), recomputing)
-        if more > self.size:
-            self.ranks.say(
-                f"sparsellm: {tokens:,} tokens per micro-batch are few for the communication of a sharded model;"
-                f" runtime.recompute=true allows micro-batch {more} instead of {self.size} and may be faster"
-            )
+    def _remedy(self) -> str:
+        recompute = "" if True in self.recompute else "runtime.recompute=true or "
+        return f"use {recompute}a shorter training.sequence_length"
 
-    def _take_first(self, size: int) -> None:
-        self.first, self.grown, self.growing = size, None, Growing(size, 0)
-        self._take(size)
+    def _take_first(self, setting: Setting) -> None:
+        self.first, self.grown, self.growing = setting, None, Growing(setting, 0)
+        self._take(setting)
 
-    def _take(self, size: int) -> None:
-        self.size = size
+    def _take(self, setting: Setting) -> None:
+        self.setting, self.decoder.recompute = setting, setting.recompute
         if self.plans is not None:
-            self.plans.resize(size)
+            self.plans.resize(setting.size)
 
     def _sizes(self) -> list[int]:
         """The possible sizes: divisors of `share`, ascending."""
         most = min(self.most or self.share, max(1, MOST_TOKENS // self.memory.sequence_length))
         return [size for size in range(1, most + 1) if self.share % size == 0]
 
+    def _settings(self) -> list[Setting]:
+        """The possible settings, beginning with the one that needs the least memory."""
+        return [Setting(size, recompute) for size in self._sizes() for recompute in self.recompute]
+
     def _plans(self) -> Sequence[Plan | None]:
         return [None] * self.memory.model.num_layers if self.plans is None else self.plans.plans
 
     def ffn_saved_bytes(self) -> int | None:
-        """The result of `StepMemory.ffn_saved_bytes` for the current size and plans."""
-        return self.memory.ffn_saved_bytes(self.size, self._plans())
+        """The result of `StepMemory.ffn_saved_bytes` for the current setting and plans."""
+        return self.memory.ffn_saved_bytes(self.size, self._plans(), self.setting.recompute)
 
-    def usage(self, size: int, memory: StepMemory | None = None) -> Usage:
-        """The estimated memory of a step with micro-batches of `size` sequences and the current plans."""
-        return (memory or self.memory).usage(size, self._plans())
+    def usage(self, setting: Setting) -> Usage:
+        """The estimated memory of a step with `setting` and the current plans."""
+        return self.memory.usage(setting.size, self._plans(), setting.recompute)
 
-    def _needed(self, size: int, memory: StepMemory | None = None) -> int:
-        return self.usage(size, memory).total + self.teacher_bytes
+    def _needed(self, setting: Setting) -> int:
+        return self.usage(setting).total + self.teacher_bytes
 
-    def _largest(self, available: int, sizes: list[int], memory: StepMemory | None = None) -> int:
-        """The largest of `sizes` whose estimate plus MARGIN is at most `available` bytes, or the smallest of them."""
-        fitting = [size for size in sizes if self._needed(size, memory) * (1 + MARGIN) <= available]
-        return max(fitting, default=sizes[0])
+    def _time(self, setting: Setting) -> float:
+        """Estimated time per token, relative to large micro-batches without recomputation."""
+        shard = Shard.none if self.memory.sharing == UNSHARED else self.memory.runtime.shard
+        tokens = setting.size * self.memory.sequence_length
+        return (RECOMPUTING if setting.recompute else 1) + PER_MICRO_BATCH[shard] / tokens
 
-    def _peak(self, size: int, tokens: Tensor) -> int | None:
-        """Peak bytes of a step's passes over `tokens` with micro-batches of `size`; None if memory ran out."""
+    def _fastest(self, available: int, settings: list[Setting]) -> Setting:
+        """The fastest of `settings` whose estimate plus MARGIN is at most `available` bytes, or the first of them."""
+        fitting = [setting for setting in settings if self._needed(setting) * (1 + MARGIN) <= available]
+        return min(fitting, key=self._time, default=settings[0])
+
+    def _peak(self, setting: Setting, tokens: Tensor) -> int | None:
+        """Peak bytes of a step's passes over `tokens` with `setting`; None if memory ran out."""
         assert self.gpu is not None
 
         def passes() -> None:
-            self.passes(tokens, size)
+            self.passes(tokens, setting.size)
             self.drop_gradients()
 
-        self.tried.add(size)
+        self.decoder.recompute = setting.recompute
+        self.tried.add(setting.size)
         device = self.ranks.device
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             peak = self.gpu.peak_of(passes)
+        self.decoder.recompute = self.setting.recompute
         self.drop_gradients()
         give_back()
         return peak
 
     def decided(self, step: int, tokens: Tensor) -> None:
-        """Grow or shrink the size, depending on the plans that were just decided. All ranks do so at the same steps.
+        """Change the setting, depending on the plans that were just decided. All ranks do so at the same steps.
 
         `tokens`: this rank's tokens of the upcoming `step`, [B, T + 1].
         """
         if self.capacity is None:
             return
         if self.grown is not None:
-            size = self._largest(self.capacity, [self.first, self.grown])
-            if size != self.size:
-                self.ranks.say(f"sparsellm: step {step:,}: memory allows a micro-batch of {size} again")
-                self._take(size)
+            setting = self._fastest(self.capacity, [self.first, self.grown])
+            if setting != self.setting:
+                self.ranks.say(f"sparsellm: step {step:,}: memory allows a micro-batch of {setting} again")
+                self._take(setting)
             return
-        sizes = [size for size in self._sizes() if len(self.tried) < 2 or size in self.tried]
-        size = max(self.size, self._largest(self.capacity, sizes))
-        decisions = self.growing.decisions + 1 if size == self.growing.size else 1
-        self.growing = Growing(size, decisions)
+        settings = [setting for setting in self._settings() if len(self.tried) < 2 or setting.size in self.tried]
+        setting = min(self.setting, self._fastest(self.capacity, settings), key=self._time)
+        decisions = self.growing.decisions + 1 if setting == self.growing.setting else 1
+        self.growing = Growing(setting, decisions)
         plans = [plan for plan in self._plans() if plan is not None]
         sparse = sum(plan.engine == Engine.tile for plan in plans)
-        if size > self.size and decisions >= SETTLED and 2 * sparse > len(plans):
-            self._grow(step, size, tokens)
+        if setting != self.setting and decisions >= SETTLED and 2 * sparse > len(plans):
+            self._grow(step, setting, tokens)
 
-    def _grow(self, step: int, size: int, tokens: Tensor) -> None:
+    def _grow(self, step: int, setting: Setting, tokens: Tensor) -> None:
         give_back()  # otherwise the cached blocks of the current size would fragment memory
         said = f"sparsellm: step {step:,}: "
-        if self.memory.sharing == UNSHARED and None in gather(self._peak(size, tokens[: 2 * size])):
-            self.most = self.size
-            self.ranks.say(f"{said}micro-batch {size} was estimated to fit but ran out of memory; keeping {self.size}")
+        if self.memory.sharing == UNSHARED and None in gather(self._peak(setting, tokens[: 2 * setting.size])):
+            self.grown = self.setting  # so that no other setting is tried
+            kept = f"was estimated to fit but ran out of memory; keeping {self.setting}"
+            self.ranks.say(f"{said}micro-batch {setting} {kept}")
             return
-        self.ranks.say(f"{said}layers are sparse: micro-batch {self.size} -> {size}")
-        self.grown = size
-        self._take(size)
+        self.ranks.say(f"{said}layers are sparse: micro-batch {self.setting} -> {setting}")
+        self.grown = setting
+        self._take(setting)
 
     def run(self, step: int, accumulate: Callable[[int], StepSums]) -> StepSums:
         """Run `accumulate(size)` for `step`. If memory runs out, retry with half the size, or raise OutOfMemory."""
@@ -262,7 +296,7 @@ class MicroBatch:
             )
         smaller = [size for size in self._sizes() if 2 * size <= self.size]
         if not smaller:
-            raise OutOfMemory(f"{what}: {LESS}")
+            raise OutOfMemory(f"{what}: {self._remedy()}")
         if self.ranks.world_size > 1:
             path, because = self.folder / RECORD, f"rank {self.ranks.rank}, {what}"
             try:
@@ -278,7 +312,7 @@ class MicroBatch:
             )
         self.most = smaller[-1]
         torch._dynamo.reset()  # graphs of many sizes would exceed dynamo's limit
-        self._take_first(smaller[-1])
+        self._take_first(Setting(smaller[-1], self.setting.recompute))
         warn(f"{what}: repeating the step with {self.size}")
 
     def _read_record(self) -> None:
@@ -302,7 +336,8 @@ class MicroBatch:
         if most is None:
             return
         self.most = min(most, self.most or most)
-        if max(self.size, self.grown or 0) > self.most:  # `grown` counts even if unused now: it may return
+        # `grown` counts even if unused now: it may return.
+        if max(setting.size for setting in (self.setting, self.grown) if setting is not None) > self.most:
             self.restored = False
 
     def state(self) -> dict[str, Any] | None:
@@ -310,26 +345,38 @@ class MicroBatch:
         if not self.auto:
             return None
         return {
-            "share": self.share, "size": self.size, "first": self.first, "grown": self.grown, "most": self.most,
+            "share": self.share, "size": self.setting, "first": self.first, "grown": self.grown, "most": self.most,
             "limit": self.limit, "capacity": self.capacity, "growing": self.growing,
         }  # fmt: skip
 
     def restore(self, state: dict[str, Any] | None) -> None:
-        """Restore what `state` returned, if the size is `auto` and each rank has as many sequences as before."""
+        """Restore what `state` returned, if the size is `auto`, each rank has as many sequences as before, and
+        runtime.recompute still allows the saved settings."""
         if not self.auto or state is None or state["share"] != self.share:
             return
-        self.first, self.grown, self.most = state["first"], state["grown"], state["most"]
-        self.limit, self.capacity, self.growing = state["limit"], state["capacity"], Growing(*state["growing"])
+
+        def setting(saved: Any) -> Setting:
+            # Before runtime.recompute=auto existed, checkpoints held sizes alone.
+            return Setting(saved, self.memory.runtime.recompute is True) if isinstance(saved, int) else Setting(*saved)
+
+        now, first = setting(state["size"]), setting(state["first"])
+        grown = None if state["grown"] is None else setting(state["grown"])
+        if not {now.recompute, first.recompute, (grown or first).recompute} <= set(self.recompute):
+            return
+        growing, decisions = state["growing"]
+        self.first, self.grown, self.growing = first, grown, Growing(setting(growing), decisions)
+        self.most, self.limit, self.capacity = state["most"], state["limit"], state["capacity"]
         self.restored = True
-        self.tried = {state["size"], self.first}
-        self._take(state["size"])
+        self.tried = {now.size, first.size}
+        self._take(now)
 
     def __str__(self) -> str:
         """The size, and a breakdown of memory in GiB, which is an estimate unless passes were measured."""
-        said = f"{self.size} of {quantity(self.share, 'sequence')}"
+        recomputing = ", with recomputation" if self.setting.recompute else ""
+        said = f"{self.size} of {quantity(self.share, 'sequence')}{recomputing}"
         if self.gpu is None:
             return said
-        found, peak, available = self.usage(self.size), self.peak, self.gpu.available()
+        found, peak, available = self.usage(self.setting), self.peak, self.gpu.available()
         total = found.total + self.teacher_bytes if peak is None else peak
         parts = {
             "weights": found.weights, "optimizer": found.optimizer, "gradients": found.gradients,

@@ -43,7 +43,7 @@ def decoder(model: ModelConfig, activation: Activation, runtime: RuntimeConfig, 
     if sharded and ranks.world_size == 1:
         ranks.say(f"runtime.shard={runtime.shard.name} has no effect with one rank")
     with torch.device("meta") if sharded and ranks.world_size > 1 else ranks.device:
-        return Decoder(model, activation, runtime.recompute)
+        return Decoder(model, activation)
 
 
 def distributed(

@@ -62,9 +62,10 @@ def test_nothing_starts_after_the_time_is_over(started, tmp_path, capsys):
 @pytest.mark.parametrize("experiment", bench_scaling.BOTH_FIT)
 def test_every_measurement_is_a_configuration_that_the_trainer_accepts(experiment, tmp_path):
     found = list(bench_scaling.measurements([experiment], 8, 36))
-    assert {each.gpus for each in found} == ({8} if experiment == "7b" else {8, 4, 2, 1})
+    only_sharded = experiment in ("7b", "2b_wide")
+    assert {each.gpus for each in found} == ({8} if only_sharded else {8, 4, 2, 1})
     assert {each.shard for each in found if each.gpus == 8} == {
-        *bench_scaling.SHARDED.get(experiment, ()), *([] if experiment == "7b" else [Shard.none])
+        *bench_scaling.SHARDED.get(experiment, ()), *([] if only_sharded else [Shard.none])
     }  # fmt: skip
     for each in found:
         command = each.command(tmp_path / "x.json", [], [])

@@ -11,7 +11,7 @@ PUBLISHED = {
     "qwen2p5_0p5b": 494_032_768, "qwen2p5_7b": 7_615_616_512, "qwen3_0p6b": 596_049_920, "qwen3_8b": 8_190_735_360,
     "smollm2_135m": 134_515_008, "smollm2_360m": 361_821_120, "smollm2_1p7b": 1_711_376_384,
 }  # fmt: skip
-OWN = {"0p5b", "1b", "1p5b", "2b", "7b", "mini", "tiny"}
+OWN = {"0p5b", "1b", "1p5b", "2b", "0p5b_wide", "1b_wide", "1p5b_wide", "2b_wide", "7b", "mini", "tiny"}
 LLAMA3 = [
     "model.rope_parameters.rope_type=llama3", "model.rope_parameters.factor=8",
     "model.rope_parameters.original_max_position_embeddings=8192", "model.rope_parameters.low_freq_factor=1",

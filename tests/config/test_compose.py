@@ -28,7 +28,7 @@ def choices(group):
     return sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
 
 
-SIZES = {"0p5b", "1b", "1p5b", "2b", "7b", "mini", "tiny"}
+SIZES = {"0p5b", "1b", "1p5b", "2b", "0p5b_wide", "1b_wide", "1p5b_wide", "2b_wide", "7b", "mini", "tiny"}
 
 
 def test_shipped_groups_are_the_documented_ones():
@@ -65,16 +65,21 @@ def test_every_choice_of_every_group_is_accepted(choice):
     assert mistakes(config, 1) == []
 
 
-@pytest.mark.parametrize("size", ["0p5b", "1b", "1p5b", "2b", "7b"])
-def test_the_papers_sizes_and_a_larger_one(size):
-    """Parameters and tokens of DESIGN §3's table, and of 7b."""
+# Billions of parameters and tokens: DESIGN §3's table, 7b, and twice the paper's width.
+BILLIONS = {
+    "0p5b": (0.51, 10), "1b": (1.03, 20), "1p5b": (1.54, 30), "2b": (2.05, 40), "7b": (6.68, 140),
+    "0p5b_wide": (0.79, 16), "1b_wide": (1.65, 33), "1p5b_wide": (2.51, 50), "2b_wide": (3.37, 67),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", BILLIONS)
+def test_the_papers_sizes_and_larger_ones(size):
     config = from_overrides([f"experiment={size}"])
     model, training = config.model, config.training
     per_layer = 4 * model.hidden_size**2 + 3 * model.hidden_size * model.intermediate_size
     parameters = model.vocab_size * model.hidden_size + model.num_layers * per_layer
     tokens = training.steps * training.batch_size * training.sequence_length
-    expected = {"0p5b": (0.51, 10), "1b": (1.03, 20), "1p5b": (1.54, 30), "2b": (2.05, 40), "7b": (6.68, 140)}[size]
-    assert (round(parameters / 1e9, 2), round(tokens / 1e9, 2)) == expected
+    assert (round(parameters / 1e9, 2), round(tokens / 1e9, 2)) == BILLIONS[size]
 
 
 def test_yaml_round_trip(tmp_path):
@@ -102,7 +107,7 @@ def test_yaml_round_trip(tmp_path):
         ("+spelling=3", "spelling is not a key: there are model"),
         ("+model.layer.depth=3", "model.layer.depth is not a key: model has vocab_size"),
         ("training=3", "training is a group of keys: write training.KEY=VALUE; it has steps, batch_size"),
-        ("model=giant", "model=giant is not a choice: model has 0p5b, 1b"),
+        ("model=giant", "model=giant is not a choice: model has 0p5b, 0p5b_wide, 1b"),
         ("experiment=smok", "experiment=smok is not a choice: did you mean experiment=smoke? "),
         ("model", "model has no choice: write model=CHOICE, one of 0p5b"),
         ("training.steps", "training.steps has no value: write training.steps=VALUE"),

@@ -31,7 +31,7 @@ PAPER = {
     "optimizer.grad_clip": 1.0,
     "sparsity.activation": "relu", "sparsity.relu_tokens": 0, "sparsity.l1_schedule": "constant",
     "sparsity.l1_start_tokens": 0, "sparsity.l1_warmup_tokens": 0, "sparsity.reinit_dead_after_tokens": None,
-    "runtime.precision": "bfloat16", "runtime.recompute": False, "runtime.shard": "none", "init_from": None,
+    "runtime.precision": "bfloat16", "runtime.recompute": "auto", "runtime.shard": "none", "init_from": None,
     "distill.teacher": None,
 }  # fmt: skip
 FINEWEB_EDU = {
@@ -53,11 +53,19 @@ RELEASED = PAPER | THE_PAPERS_DATA | {
     "sparsity.dead_after_tokens": 131_072,
 }  # fmt: skip
 STEPS = {"0p5b": 9_537, "1b": 19_073, "1p5b": 28_610, "2b": 38_147}
+WIDE_STEPS = {"0p5b": 15_259, "1b": 31_471, "1p5b": 47_684, "2b": 63_896}
 COEFFICIENTS = {"0p5b": 3e-4, "1b": 3e-4, "1p5b": 2e-5, "2b": 2e-5}
 EXPERIMENTS = {
     **{size: OURS | {"model.num_layers": layers, "training.steps": STEPS[size]} for size, layers in SIZES.items()},
     **{
         f"paper_{size}": RELEASED | {"model.num_layers": layers, "sparsity.l1_coefficient": COEFFICIENTS[size]}
+        for size, layers in SIZES.items()
+    },
+    **{
+        f"{size}_wide": OURS | {
+            "model.num_layers": layers, "model.intermediate_size": 11_264, "training.steps": WIDE_STEPS[size],
+            "sparsity.l1_coefficient": 1e-5, "runtime.shard": "optimizer" if size == "2b" else "none",
+        }
         for size, layers in SIZES.items()
     },
     "7b": OURS | {
@@ -171,7 +179,13 @@ def test_the_table_of_the_recipe_follows_from_the_configurations():
 def test_the_table_of_experiments_follows_from_the_configurations():
     lines = (DOCS / "TRAINING.md").read_text().splitlines()
     rows = [re.split(r" *\| *", line)[1:-1] for line in lines if re.match(r"\| `\w+` \| [\d,.]+M \|", line)]
-    assert [name.strip("`") for name, *_ in rows] == ["smoke", "mini", *SIZES, "7b"]
+    assert [name.strip("`") for name, *_ in rows] == [
+        "smoke",
+        "mini",
+        *SIZES,
+        "7b",
+        *(f"{size}_wide" for size in SIZES),
+    ]
     for name, weights, layers, width, neurons, rate, coefficient, batch, steps, tokens, _hours in rows:
         found = values(name.strip("`"))
         millions = parameters(from_overrides([f"model={name.strip('`')}".replace("smoke", "tiny")]).model) / 1e6

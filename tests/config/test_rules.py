@@ -109,6 +109,7 @@ ON_CPU = ["experiment=smoke", "runtime.device=cpu"]
         ),
         (["runtime.micro_batch_size=0"], "runtime.micro_batch_size is 0: it should be auto, or a number of at least 1"),
         (["runtime.micro_batch_size=all"], "runtime.micro_batch_size is all: it should be auto, or a number"),
+        (["runtime.recompute=some"], "runtime.recompute is some: it should be auto, true or false"),
         (["runtime.memory_limit_gib=0"], "runtime.memory_limit_gib is 0.0: it should be a positive number"),
     ],
 )

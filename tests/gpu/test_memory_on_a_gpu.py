@@ -7,6 +7,7 @@ from small_run import small_trainer
 from sparsellm.config import from_overrides, parameters
 from sparsellm.ops import Plan
 from sparsellm.training.memory import GIB, give_back
+from sparsellm.training.micro_batch import Setting
 
 pytestmark = pytest.mark.gpu
 # Four layers of the experiments' width: 5 GiB of optimizer state, weights and gradients.
@@ -79,7 +80,9 @@ def test_the_arithmetic_is_within_three_percent_of_the_peak(overrides, engine, s
         batches = trainer.data.batches(None)
         trainer.advance(batches)  # compiles
         *_, clock = trainer.advance(batches)
-        assert clock.peak_memory - before == pytest.approx(trainer.micro_batch.usage(size).total, rel=0.03)
+        assert clock.peak_memory - before == pytest.approx(
+            trainer.micro_batch.usage(trainer.micro_batch.setting).total, rel=0.03
+        )
 
 
 def used_of_the_gpu():
@@ -127,13 +130,13 @@ def test_a_new_size_compiles_each_part_once(tmp_path):
         batches = trainer.data.batches(None)
         trainer.advance(batches)
         first = graphs()
-        trainer.micro_batch._grow(8, trainer.data.samples(range(16)))
+        trainer.micro_batch._grow(1, Setting(8), trainer.data.samples(range(16)))
         assert trainer.micro_batch.size == 8
         trainer.advance(batches)
         assert graphs() <= 2 * first
         both = graphs()
         for size in (4, 8):
-            trainer.micro_batch._take(size)
+            trainer.micro_batch._take(Setting(size))
             trainer.advance(batches)
         assert graphs() == both
 
@@ -144,7 +147,7 @@ def test_a_step_that_runs_out_of_memory_is_done_again_with_half(tmp_path, capsys
         trainer.micro_batch.most = 8
         trainer.micro_batch.choose()
         assert trainer.micro_batch.size == 8
-        needed = (trainer.micro_batch.usage(4).total + trainer.micro_batch.usage(8).total) // 2
+        needed = sum(trainer.micro_batch.usage(Setting(size)).total for size in (4, 8)) // 2
         hog = torch.empty(trainer.micro_batch.gpu.available() - needed, dtype=torch.uint8, device="cuda")
         sums, norm, _ = trainer.advance(trainer.data.batches(None))
         assert trainer.micro_batch.size == 4

@@ -20,9 +20,11 @@ from sparsellm.runs import report
 from sparsellm.runs.metrics import METRICS, read
 from sparsellm.training import memory, micro_batch, plans
 from sparsellm.training.memory import GIB, Sharing
-from sparsellm.training.micro_batch import RECORD, MicroBatchError, OutOfMemory
+from sparsellm.training.micro_batch import RECORD, MicroBatchError, OutOfMemory, Setting
 
-AUTO = ["runtime.micro_batch_size=auto", "runtime.deterministic=false", "training.batch_size=12"]
+AUTO = [
+    "runtime.micro_batch_size=auto", "runtime.recompute=false", "runtime.deterministic=false", "training.batch_size=12",
+]  # fmt: skip
 GROWING = [*ROOMY, "training.batch_size=16", "training.steps=30", "logging.every=1"]
 
 
@@ -70,7 +72,7 @@ def test_a_line_says_what_memory_is_used_for_and_how_much_is_left(tmp_path):
     """If passes need a GiB more than estimated, it is attributed to activations."""
     with small_trainer(tmp_path / "run", *AUTO) as trainer:
         gpu, chosen = FakeGpu(trainer, sequences=4), trainer.micro_batch
-        gpu.bytes, chosen.size, found = 5 * GIB, 4, chosen.usage(4)
+        gpu.bytes, chosen.setting, found = 5 * GIB, Setting(4), chosen.usage(Setting(4))
         by_arithmetic = (
             "4 of 12 sequences: weights 0.0, optimizer 0.0, gradients 0.0, buckets 0.0, activations 0.0 GiB;"
             " estimated peak 0.0 GiB of 5.0 GiB (5.0 GiB free)"
@@ -107,23 +109,6 @@ def test_where_ranks_share_states_the_arithmetic_alone_chooses(tmp_path):
         trainer.micro_batch.choose()
         assert (trainer.micro_batch.size, gpu.tried) == (4, [])  # sharded state leaves room for more
         assert trainer.micro_batch.capacity == gpu.bytes
-
-
-@pytest.mark.parametrize("recompute", ["false", "true"])
-def test_shards_that_have_room_for_few_tokens_are_told_of_recomputation(recompute, tmp_path, capsys):
-    larger = ["model.num_layers=8", "training.sequence_length=512", "model.context_length=512"]
-    with small_trainer(tmp_path / "run", *AUTO, *larger, f"runtime.recompute={recompute}") as trainer:
-        chosen, gpu = trainer.micro_batch, FakeGpu(trainer, sequences=1)
-        chosen.memory = replace(chosen.memory, sharing=Sharing(1, gathered=1))
-        gpu.bytes = int(1.1 * chosen.usage(2).total)
-        chosen.choose()
-        said = capsys.readouterr().err
-        if recompute == "true":
-            assert said == ""
-        else:
-            assert chosen.size == 2
-            assert "1,024 tokens per micro-batch are few for the communication of a sharded model;" in said
-            assert "runtime.recompute=true allows micro-batch 6 instead of 2 and may be faster" in said
 
 
 @pytest.mark.parametrize(("batch", "size"), [(12, 12), (48, 16), (34, 2), (17, 1)])
@@ -253,15 +238,15 @@ def test_a_resume_with_another_part_of_the_gpu_chooses_anew(tmp_path):
 
 def test_a_step_that_runs_out_of_memory_is_done_again_with_half_as_many_sequences(tmp_path, capsys):
     with small_trainer(tmp_path / "disturbed", *AUTO) as trainer:
-        trainer.micro_batch._take_first(6)
+        trainer.micro_batch._take_first(Setting(6))
         out_of_memory_once(trainer, step=3, call=2)
         ours = trained(trainer)
         assert trainer.micro_batch.size == 3
     assert "step 3: out of memory with micro-batch 6: repeating the step with 3" in capsys.readouterr().err
     with small_trainer(tmp_path / "undisturbed", *AUTO) as trainer:
-        trainer.micro_batch._take_first(6)
+        trainer.micro_batch._take_first(Setting(6))
         trained(trainer, 2)
-        trainer.micro_batch._take_first(3)
+        trainer.micro_batch._take_first(Setting(3))
         assert_same(ours, trained(trainer, 2))
 
 
@@ -295,7 +280,7 @@ def test_a_compiled_run_may_halve_as_often_as_it_has_to(tmp_path, monkeypatch):
 def test_a_given_number_is_not_halved_nor_is_one(override, size, said, tmp_path):
     with small_trainer(tmp_path / "run", *AUTO, override) as trainer:
         if override == AUTO[0]:
-            trainer.micro_batch._take_first(1)
+            trainer.micro_batch._take_first(Setting(1))
         before = state(trainer)
         out_of_memory_once(trainer, step=1, call=2)
         with pytest.raises(OutOfMemory, match=f"step 1: out of memory with micro-batch {size}.*{said}"):
