@@ -55,6 +55,22 @@ def test_every_kernel_compiles_for_hopper_without_spills(source, nvcc, tmp_path)
     assert split_stores(ptx.read_text()) == []  # ptx::st_global_v4 stores 16 bytes at once
 
 
+WGMMA = {f"sm90/{name}.cu" for name in ("dense/gradient", "dense/hidden", "gate_pack/gate_pack", "tile/sddmm",
+                                        "tile/spmm", "tile/weights")}  # fmt: skip
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("architecture", ["100a", "120a"])
+@pytest.mark.parametrize("source", [source for source in SOURCES if source not in WGMMA])
+def test_a_kernel_without_wgmma_also_compiles_for_blackwell(source, architecture, nvcc, tmp_path):
+    flags = [flag.replace("90a", architecture) for flag in compiler.COMPILE]
+    done = subprocess.run(
+        [nvcc, "-c", *flags, source, "-o", tmp_path / "kernel.o"],
+        cwd=KERNELS, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+
+
 def split_stores(ptx: str) -> list[str]:
     """Four adjacent words stored one by one: what nvcc makes of 16 bytes whose alignment it does not see."""
     stores = re.findall(r"st\.global\.[ubf]32\s+\[(%rd\d+)(?:\+(-?\d+))?\], (%\w+);", ptx)
