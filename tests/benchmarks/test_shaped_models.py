@@ -115,7 +115,7 @@ def test_the_benchmark_trains_frozen_weights_that_fire_as_wanted(benchmark, monk
 
     def measure(config, ranks, opened, weights, *rest):
         """Runs out of memory at micro-batch 8 of the second variant; keeps the weights before and after training."""
-        if config.runtime.micro_batch_size == 8 and config.runtime.recompute:
+        if config.runtime.micro_batch_size == 8 and config.runtime.recompute is True:
             raise torch.OutOfMemoryError
         trainers, build = [], phases.Trainer
         monkeypatch.setattr(phases, "Trainer", lambda *args: trainers.append(build(*args)) or trainers[-1])
