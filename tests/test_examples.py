@@ -1,5 +1,5 @@
 """The notebook in examples/ runs from top to bottom, and is stored without outputs. The script for the Trainer of
-transformers trains on two ranks and resumes."""
+transformers trains on two ranks and resumes. The layer trains in torchtitan's Llama, where torchtitan is installed."""
 
 import importlib
 import json
@@ -11,6 +11,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from processes import PATIENCE, SERVER
 
@@ -79,3 +80,34 @@ def test_the_trainer_of_transformers_trains_sparsely_on_two_ranks_and_resumes(tm
     for state in (resumed, *others):
         for name, weight in straight.items():
             assert (weight == state[name]).all(), name
+
+
+def test_the_llama_of_torchtitan_trains_sparsely_and_keeps_its_hugging_face_names(monkeypatch):
+    attention = pytest.importorskip("torchtitan.models.common.attention")
+    monkeypatch.syspath_prepend(EXAMPLES)
+    example = importlib.import_module("torchtitan_llama3")
+    assert example.sparse_1b().override.imports == ["torchtitan_llama3.sparse_feedforward"]
+    model_config = example.model_registry("debugmodel").model
+    model_config.layers = model_config.layers[:1]
+    layer = model_config.layers[0]
+    layer.feed_forward = example.sparse_feedforward(layer.feed_forward)
+    layer.attention.inner_attention = attention.ScaledDotProductAttention.Config()  # a CPU has no other one
+    with torch.device("meta"):  # as torchtitan's trainer does
+        model = model_config.build()
+    model.verify_module_protocol()
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        model.init_states()
+    optimizer, losses = torch.optim.AdamW(model.parameters(), 2e-3), []
+    for _ in range(6):
+        logits = model(torch.arange(32)[None] % 8)
+        losses.append(torch.nn.functional.cross_entropy(logits[0, :-1], torch.arange(1, 32) % 8))
+        (losses[-1] + 1e-4 * sparsellm.l1_loss(model)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < 0.2 * losses[0]
+    state = model.state_dict()
+    weights = example.StateDictAdapter(model_config, None).to_hf(state)
+    feedforward = {name.split(".")[-2]: weight for name, weight in weights.items() if ".mlp." in name}
+    assert feedforward.keys() == set(example.PROJECTIONS)
+    assert feedforward["up_proj"] is state["layers.0.feed_forward.up_proj.weight"]

@@ -10,7 +10,7 @@ Both kinds of plans are tensors that compiled code holds as inputs, so a new pla
 """
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, Self, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -191,7 +191,7 @@ class SparseFeedForward(nn.Module):
     def _weight(self, name: str) -> Tensor:
         # Read nn.Module's dicts directly, because nn.Module.__getattr__ is slow, and blocks are called often.
         linear = self._modules[name]
-        if type(linear) is not nn.Linear:
+        if type(linear) is not nn.Linear and not (self.original == (None,) and _computes_as_linear(linear)):
             raise ValueError(
                 f"{name} of an accelerated block is now {kind(linear)}: it should be nn.Linear; call"
                 " sparsellm.restore(model) before replacing its modules"
@@ -228,6 +228,13 @@ class SparseFeedForward(nn.Module):
             setattr(original, name, child)
         original.training = self.training
         return original
+
+
+def _computes_as_linear(module: Any) -> TypeGuard[nn.Linear]:
+    """Whether `module` is of a subclass of nn.Linear, such as torchtitan's, that adds nothing to the forward pass."""
+    if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+        return False
+    return "weight" in module._parameters and not module._forward_pre_hooks  # neither parametrized nor sharded
 
 
 def _kernels_run() -> bool:

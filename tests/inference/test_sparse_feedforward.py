@@ -109,6 +109,24 @@ def test_a_sharded_layer_trains_as_a_whole_one(tmp_path):
             torch.testing.assert_close(mine.full_tensor(), other)
 
 
+def test_a_subclass_of_linear_is_taken_if_it_adds_nothing_to_the_forward_pass():
+    class Named(nn.Linear):
+        """As torchtitan's."""
+
+    theirs, ours = pair()
+    weight, x = ours.up_proj.weight, tokens(5)
+    ours.up_proj = Named(HIDDEN, NEURONS, bias=False)
+    ours.up_proj.weight = weight
+    torch.testing.assert_close(ours(x), theirs(x))
+    ours.up_proj.register_forward_pre_hook(lambda *_: None)  # as FSDP2 does to the modules that it shards
+    with pytest.raises(ValueError, match="up_proj of an accelerated block is now Named"):
+        ours(x)
+    nn.utils.parametrizations.weight_norm(ours.down_proj)
+    ours.up_proj = nn.Linear(HIDDEN, NEURONS, bias=False)
+    with pytest.raises(ValueError, match="down_proj of an accelerated block is now ParametrizedLinear"):
+        ours(x)
+
+
 def test_a_copy_is_a_layer_of_its_own():
     _, ours = pair()
     ours(tokens(3))
