@@ -48,7 +48,7 @@ from sparsellm.distributed.groups import Ranks, process_group, world_size_from_e
 from sparsellm.runs.mfu import mfu, peak_flops
 from sparsellm.training import micro_batch, plans
 from sparsellm.training.memory import GIB, give_back
-from sparsellm.training.micro_batch import AUTO, MicroBatchError
+from sparsellm.training.micro_batch import AUTO, MicroBatchError, Setting
 from sparsellm.training.run import check, device_type, set_determinism
 
 RECORDED = "recorded"
@@ -86,7 +86,7 @@ def measure(
     `weights`: replace the trainer's initial weights. `traced`: whether to trace one more step for NCCL's share.
     """
     with prepared_trainer(config, ranks, opened, weights) as (trainer, batches):
-        first = trainer.micro_batch.size
+        first = trainer.micro_batch.setting
         for _ in range(warmup):
             trainer.advance(batches)
         chosen = trainer.plans and trainer.plans.engines  # None without kernels
@@ -114,7 +114,9 @@ def measure(
         "nonzeros": None, "union": None, "rest_calls": None,
         "engines": engines, "settled": engines == chosen,
         "chosen_by": trainer.plans and trainer.plans.policy.chosen_by(*trainer.plans.layer),
-        "micro_batches": (first, trainer.micro_batch.size), "nccl": communication_share(trace) if traced else None,
+        "micro_batches": (first.size, trainer.micro_batch.size),
+        "recompute": (first.recompute, trainer.micro_batch.setting.recompute),
+        "nccl": communication_share(trace) if traced else None,
     }  # fmt: skip
     if sums.nnz is not None:
         counted = torch.stack([sums.nnz, sums.union, sums.rest_calls]).double()
@@ -209,7 +211,7 @@ def rows(runs: list[tuple[str, Config]], results: list[list[dict | None]], peak:
             "data_wait": max(r["wait"] for r in rounds),
             "mj_per_token": None if None in energies else statistics.mean(energies),
             **{key: last[key] for key in ("nonzeros", "union", "rest_calls", "engines", "chosen_by", "micro_batches")},
-            "nccl": last["nccl"],
+            "recompute": last["recompute"], "nccl": last["nccl"],
             "settled": all(r["settled"] for r in rounds),
         }  # fmt: skip
         for ratio, key in (("ratio", "tokens_per_s"), ("peak_ratio", "peak_bytes"), ("mj_ratio", "mj_per_token")):
@@ -226,8 +228,8 @@ def show(found: list[dict]) -> None:
         rows = [best[variant] for variant in dict.fromkeys(row["variant"] for row in found) if variant in best]
         harness.table(_speed(row) | {"ratio": f"{row['tokens_per_s'] / rows[0]['tokens_per_s']:.3f}"} for row in rows)
     for row in found:
-        first, last = row.get("micro_batches", (None, None))
-        if row["micro_batch"] == AUTO and first is not None:
+        if row["micro_batch"] == AUTO and not row["out_of_memory"]:
+            first, last = map(Setting, row["micro_batches"], row["recompute"])
             print(f"micro-batch of {row['variant']}: {first}" + f", then {last}" * (first != last))
         if row.get("engines"):
             notes = "" if row["settled"] else ", changed while it was measured (lengthen --warmup)"

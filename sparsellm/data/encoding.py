@@ -1,7 +1,8 @@
 """Tokenizes chunks of documents on all cores, in order.
 
 A small corpus is encoded in this process, by the tokenizer's threads. The chunks of a larger one are distributed over
-one process per core, so that Python's work per document runs in parallel with reading. The tokens are the same.
+one process per core, so that Python's work per document runs in parallel and overlaps with reading. The tokens do not
+depend on the number of processes.
 """
 
 import multiprocessing

@@ -191,8 +191,8 @@ def table(results: dict[str, Any], asked: list[str]) -> str:
         rows.append(row)
     of = f"mean of {len(tasks.keys() | failed.keys() - {VALIDATION})}"
     if results["mean"] is not None:
-        torch = _compared(results["mean"], compared["mean"]) if compared else []
-        rows.append([of, _number(results["mean"]), *torch, "", _number(results["mean_acc"])])
+        others = _compared(results["mean"], compared["mean"]) if compared else []
+        rows.append([of, _number(results["mean"]), *others, "", _number(results["mean_acc"])])
     if compared:
         header[2:2] = ["torch", "difference"]
     lines = columns([header, *rows]) if tasks else []

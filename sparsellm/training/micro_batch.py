@@ -75,6 +75,10 @@ class Growing(NamedTuple):
     decisions: int
 
 
+def _remedy(setting: Setting) -> str:
+    return f"use {'' if setting.recompute else 'runtime.recompute=true or '}a shorter training.sequence_length"
+
+
 class MicroBatch:
     """Chooses `setting`, the micro-batch size and the recomputation of a run's steps."""
 
@@ -163,6 +167,7 @@ class MicroBatch:
             if None not in gather(self.peak):
                 return setting
             needed = self._needed(setting)
+            # With accumulation, fewer sequences may be estimated to need more memory, so sizes are compared first.
             others = [
                 other for other in others
                 if (other.recompute == recompute and other.size < size)
@@ -171,16 +176,12 @@ class MicroBatch:
             if not others:
                 raise MicroBatchError(
                     f"not even one sequence fits: training needs {needed / GIB:,.1f} GiB with micro-batch {setting},"
-                    f" and this GPU has {self.gpu.available() / GIB:,.1f} GiB for it: {self._remedy()}"
+                    f" and this GPU has {self.gpu.available() / GIB:,.1f} GiB for it: {_remedy(setting)}"
                 )
             smaller = min(others, key=self._time)
             self.ranks.say(f"sparsellm: micro-batch {setting} ran out of memory; trying {smaller}")
             torch._dynamo.reset()  # graphs of many sizes would exceed dynamo's limit
             setting, self.restored, self.capacity = smaller, False, None
-
-    def _remedy(self) -> str:
-        recompute = "" if True in self.recompute else "runtime.recompute=true or "
-        return f"use {recompute}a shorter training.sequence_length"
 
     def _take_first(self, setting: Setting) -> None:
         self.first, self.grown, self.growing = setting, None, Growing(setting, 0)
@@ -296,7 +297,7 @@ class MicroBatch:
             )
         smaller = [size for size in self._sizes() if 2 * size <= self.size]
         if not smaller:
-            raise OutOfMemory(f"{what}: {self._remedy()}")
+            raise OutOfMemory(f"{what}: {_remedy(self.setting)}")
         if self.ranks.world_size > 1:
             path, because = self.folder / RECORD, f"rank {self.ranks.rank}, {what}"
             try:

@@ -13,7 +13,7 @@ from sparsellm.config import Shard
 from sparsellm.runs import report
 from sparsellm.runs.metrics import METRICS, read
 from sparsellm.training import memory, micro_batch, plans
-from sparsellm.training.micro_batch import MicroBatchError, Setting
+from sparsellm.training.micro_batch import MicroBatchError, OutOfMemory, Setting
 
 RUN = [*ROOMY, "runtime.recompute=auto", "training.batch_size=16", "training.steps=10", "logging.every=1"]
 
@@ -72,6 +72,14 @@ def test_a_setting_whose_real_passes_run_out_of_memory_is_not_taken(tmp_path, ca
         trainer.micro_batch.restored = False
         with pytest.raises(MicroBatchError, match=r"1 with recomputation, .* for it: use a shorter training.sequence"):
             trainer.micro_batch.choose()
+
+
+@pytest.mark.parametrize(("recompute", "help"), [(False, "runtime.recompute=true or "), (True, "")])
+def test_a_step_with_one_sequence_that_runs_out_of_memory_names_what_would_help(recompute, help, tmp_path):
+    with small_trainer(tmp_path / "run", *RUN) as trainer:
+        trainer.micro_batch._take_first(Setting(1, recompute))
+        with pytest.raises(OutOfMemory, match=f"step 1: use {help}a shorter training.sequence_length"):
+            trainer.micro_batch._halve("step 1")
 
 
 def test_a_size_or_a_recomputation_that_is_typed_is_kept(tmp_path):
