@@ -10,7 +10,6 @@ text = Generator.load(run.model).text(["The water"], 64)
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import is_dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any, Self
 
@@ -145,7 +144,7 @@ def _values(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         if is_dataclass(value):
             yield from _values(value, f"{prefix}{name}.")
         elif f"{prefix}{name}" != "overrides":
-            yield f"{prefix}{name}", value.name if isinstance(value, Enum) else value
+            yield f"{prefix}{name}", value
 
 
 def evaluate(checkpoint: str | Path, **settings: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from small_run import OVERRIDES
 
 import sparsellm
 from sparsellm.api import Config, ConfigError, SparsellmError, evaluate, prepare_data, train
+from sparsellm.config.compose import from_values
+from sparsellm.config.schema import Dtype, EvaluateConfig
 from sparsellm.training.loop import Trainer
 from sparsellm.training.run import determinism
 
@@ -110,3 +113,9 @@ def test_an_export_is_the_commands_and_is_refused_by_name(tmp_path):
     with pytest.raises(ConfigError, match="use the command `sparsellm evaluate export=DIR`"):
         evaluate(None, export=str(tmp_path / "rows"))
     assert not (tmp_path / "rows").exists()
+
+
+def test_enums_paths_and_tuples_are_taken_as_what_would_be_typed(tmp_path):
+    typed = {"checkpoint": "x", "data_dir": str(tmp_path), "tasks": ["piqa"], "dtype": "bfloat16"}
+    given = {"checkpoint": Path("x"), "data_dir": tmp_path, "tasks": ("piqa",), "dtype": Dtype.bfloat16}
+    assert from_values(given, EvaluateConfig) == from_values(typed, EvaluateConfig)

@@ -12,6 +12,7 @@ If the file of --config is the config.yaml of a run, WANDB_MODE may still lower 
 import re
 import warnings
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import lru_cache
 from os.path import expanduser
 from pathlib import Path
@@ -122,12 +123,21 @@ def _accepted(values: Flat, schema: type[Any]) -> Flat:
     typed, kinds = Typed(), flat_types(schema)
     for name, value in values.items():
         if name in kinds:
-            accept(typed, name, str(value) if isinstance(value, Path) else value, str(value), kinds[name])
+            accept(typed, name, plain := _plain(value), str(plain), kinds[name])
         else:
             typed.mistakes.append(unknown_key(name, schema))
     if typed.mistakes:
         raise ConfigError(typed.mistakes)
     return typed.keys
+
+
+def _plain(value: Any) -> Any:
+    """`value` as YAML would have it: an enum's name, a path's text, a list for a tuple."""
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, tuple | list):
+        return [_plain(each) for each in value]
+    return str(value) if isinstance(value, Path) else value
 
 
 def _layer(name: str, options: Options) -> str:

@@ -41,7 +41,7 @@ OTHER_NAMES = {
     "save_steps": ["run.checkpoint_every"], "output_dir": ["run.root"],
     "resume": ["run.restart"], "l1": ["sparsity.l1_coefficient"], "n_layer": ["model.num_layers"],
     "n_head": ["model.num_heads"], "n_embd": ["model.hidden_size"], "d_model": ["model.hidden_size"],
-    "d_ff": ["model.intermediate_size"],
+    "d_ff": ["model.intermediate_size"], "max_new_tokens": ["tokens"], "max_tokens": ["tokens"],
 }  # fmt: skip
 
 

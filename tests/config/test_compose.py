@@ -20,7 +20,7 @@ from sparsellm.config import (
 from sparsellm.config.command import refused
 from sparsellm.config.groups import CONFIGS, groups
 from sparsellm.config.overrides import PATHS, quoted, sweep_request
-from sparsellm.config.schema import AnalyzeConfig, BenchmarkConfig, Config, ImportConfig, SweepConfig
+from sparsellm.config.schema import AnalyzeConfig, BenchmarkConfig, Config, GenerateConfig, ImportConfig, SweepConfig
 from sparsellm.config.values import OTHER_NAMES, flat, flat_types
 
 
@@ -305,7 +305,10 @@ def test_baselines_and_ablations_compose():
 
 
 def test_the_names_that_other_frameworks_use_lead_to_keys():
-    assert {key for meant in OTHER_NAMES.values() for key in meant} <= flat_types(Config).keys()
+    keys = flat_types(Config).keys() | flat_types(GenerateConfig).keys()
+    assert {key for meant in OTHER_NAMES.values() for key in meant} <= keys
+    with pytest.raises(ConfigError, match=r"max_new_tokens is not a key: did you mean tokens\?"):
+        from_overrides(["checkpoint=x", "max_new_tokens=8"], GenerateConfig)
 
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
