@@ -164,7 +164,15 @@ def test_the_pictures_follow_from_the_tables():
     text = (ROOT / "docs/RESULTS.md").read_text()
     training = draw_readme.table("One layer: forward and backward", text)
     assert draw_readme.layer_speed_ups(training, ("tile", "dense engine"))[1][0] == 3.28
-    draw_readme.plt.close(draw_readme.draw_gains(text))
+    figure = draw_readme.draw_gains(text)
+    gains = {axes.get_title(loc="left"): [label.get_text() for label in axes.texts] for axes in figure.axes}
+    forward = [row for rows in draw_readme.tables("Forward pass of whole models", text) for row in rows]
+    energy = {row["model"]: 100 - 100 * draw_readme.number(row["energy per token"]) for row in forward}
+    printed = [row["paper: energy per token"] for row in draw_readme.table("Compared with the paper", text)]
+    assert gains["forward energy: less"] == [
+        *(f"{energy[model]:.0f}" for model in draw_readme.MODELS), *(each.strip("-%") for each in printed),
+    ]  # fmt: skip
+    draw_readme.plt.close(figure)
     with Image.open(ROOT / "docs/gains.png") as picture:
         stale = "docs/gains.png has other numbers: run python -m scripts.draw_readme"
         assert picture.info["Source"] == draw_readme.checksum(text), stale

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sparsellm.analysis import numbers, report
+from sparsellm.analysis import figures, numbers, report
 from sparsellm.analysis.activity import Activity
 
 
@@ -153,3 +153,48 @@ def test_a_table_wider_than_the_terminal_goes_on_below_with_its_first_column(mon
     assert report.aligned(rows) == ["run  steps  nonzeros  accuracy", "  a     40      12.5     30.1%"]
     monkeypatch.setenv("COLUMNS", "5")  # too narrow for any table: one column at a time
     assert len(report.aligned(rows)) == 3 * 3 - 1
+
+
+def test_the_figures_draw_these_numbers(monkeypatch):
+    monkeypatch.setattr(figures, "saved", lambda figure: figure)
+    counted = constructed()
+    rows, fit = numbers.layers(counted), {"floor": 2.0, "amplitude": 78.0, "scale": 1.5}
+    classes = numbers.token_classes(counted, counted.blocks)
+    most, least = ([{"token": name, "nonzeros": value}] for name, value in (("c", 7.5), ("a", 2.0)))
+    speeds = [{"nonzeros": 20.0, "speedup": 2.0}, {"nonzeros": 40.0, "speedup": 1.25}]
+    results = {
+        "layers": rows, "position_fit": fit, "token_classes": classes,
+        "tokens": {"most_active": most, "least_active": least},
+        "speed": {"layers": speeds, "correlation_with_nonzeros": -1.0},
+    }  # fmt: skip
+    panels = {name: figure.axes[0] for name, figure in figures.draw("model", results, counted).items()}
+    assert panels.keys() == report.FIGURES.keys()
+    lines = {name: {line.get_label(): line.get_ydata() for line in axes.lines} for name, axes in panels.items()}
+
+    by_layer, nonzeros = lines[report.BY_LAYER], [row["nonzeros"] for row in rows]
+    assert by_layer["mean"].tolist() == [each["mean"] for each in nonzeros]
+    assert by_layer["largest"].tolist() == [each["max"] for each in nonzeros]
+    boxes = [patch.get_path().vertices[:-1, 1] for patch in panels[report.BY_LAYER].patches]
+    assert [(box.min(), box.max()) for box in boxes] == [(each["p25"], each["p75"]) for each in nonzeros]
+    drawn = [set(line.get_ydata().tolist()) for line in panels[report.BY_LAYER].lines]
+    assert all({each["median"]} in drawn and {each["p99"], each["p75"]} in drawn for each in nonzeros)
+
+    by_position = lines[report.BY_POSITION]
+    assert by_position["mean"][:2].tolist() == [(90 + 70) / 2, (30 + 10) / 2]
+    assert by_position[report.fitted(fit)][:2] == pytest.approx([2 + 78, 2 + 78 * np.exp(-1 / 1.5)])
+
+    by_token = panels[report.BY_TOKEN]
+    expected = [("'c'", 7.5), *sorted(((row["class"], row["nonzeros"]) for row in classes), key=lambda each: -each[1])]
+    names, widths = by_token.get_yticklabels(), [bar.get_width() for bar in by_token.patches]
+    assert [(name.get_text(), width) for name, width in zip(names, widths, strict=True)] == [*expected, ("'a'", 2)]
+
+    ranked = [numbers.neurons(counted)[layer * 100 :] for layer in range(2)]
+    for line, of_layer in zip(panels[report.FREQUENCY].lines, ranked, strict=True):
+        assert line.get_ydata().tolist() == [row["frequency"] for row in of_layer[:100] if row["fired"]]
+
+    heights = [bar.get_height() for bar in panels[report.UNION].patches]
+    assert heights == [*(1 - row["dead"] / 100 for row in rows), *(row["union_per_tile"] / 100 for row in rows)]
+    assert panels[report.UNION].lines[0].get_ydata().tolist() == [1 - row["zeros"] for row in rows]
+
+    assert panels[report.SPEEDUP].collections[0].get_offsets().tolist() == [[20, 2], [40, 1.25]]
+    assert panels[report.SPEEDUP].get_title() == "correlation -1.000"

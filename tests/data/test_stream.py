@@ -123,17 +123,24 @@ def test_validation_is_held_out_and_the_same_on_every_rank(
     assert prepare(make_config(parquet)).validation.blocks == len(everything)
 
 
-def test_validation_sequences_come_from_all_files(stream: TokenStream, texts: list[str]) -> None:
+def test_validation_sequences_come_from_all_files_in_proportion_to_their_sizes(
+    stream: TokenStream, texts: list[str]
+) -> None:
     of = [held_out_blocks(stream, texts[100 * i : 100 * i + 100]).flatten() for i in range(6)]
     own = [set(zip(ids.tolist(), ids[1:].tolist(), ids[2:].tolist(), ids[3:].tolist(), strict=False)) for ids in of]
-    for samples in (12, 40):
-        found = stream.validation(samples)
-        assert len({tuple(block) for block in found.tolist()}) == len(found) == samples
+    first = next(iter(stream.files))
+    larger = replace(stream, files=dict.fromkeys(stream.files, 1) | {first: 3})  # 3 of 8
+    for found, shares in (
+        (stream.validation(12), [2] * 6),
+        (stream.validation(40), [40 / 6] * 6),
+        (larger.validation(24), [9, *[3] * 5]),
+    ):
+        assert len({tuple(block) for block in found.tolist()}) == len(found) == round(sum(shares))
         counts = [0] * 6
         for block in found.tolist():
             four = list(zip(block, block[1:], block[2:], block[3:], strict=False))
             counts[max(range(6), key=lambda i, four=four: sum(each in own[i] for each in four))] += 1
-        assert all(samples / 6 - 2 <= count <= samples / 6 + 2 for count in counts)
+        assert all(abs(count - share) <= 2 for count, share in zip(counts, shares, strict=True))
         assert min(counts) > 0
 
 
@@ -152,11 +159,13 @@ def test_a_stream_of_many_files_opens_only_some_for_validation(
 
 
 def test_a_file_with_little_held_out_text_hands_its_validation_sequences_on(
-    stream: TokenStream, tmp_path: Path
+    stream: TokenStream, texts: list[str], tmp_path: Path
 ) -> None:
     Dataset.from_dict({"text": ["short"] * 10}).to_parquet(tmp_path / "short.parquet")
     files = {**stream.files, str(tmp_path / "short.parquet"): 10 * max(stream.files.values())}
-    assert len(replace(stream, files=files).validation(10)) == 10
+    of_all = len(held_out_blocks(stream, texts))
+    for samples in (10, of_all):  # `of_all` needs every held-out document of the other files
+        assert len(replace(stream, files=files).validation(samples)) == samples
 
 
 def test_another_number_of_ranks_another_rank_and_other_files_are_refused_by_name(stream: TokenStream) -> None:
