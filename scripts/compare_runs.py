@@ -12,7 +12,8 @@ steps; tokens per second against steps; and, for runs on a GPU, the peak memory 
 The arguments are run folders or files that --json wrote.
 
 --json OUT writes a line of JSON for each run: its configuration, about 80 of its rows, and "saved_by", the command,
-machine, commit and versions of this process.
+machine, commit and versions of this process. The figure then shows these rows. The PNG stores their checksum, so that a
+test can check whether the figure is up to date.
 
 The table has last values, and the time of each run's steps: in total, and until the run's held-out cross entropy was as
 low as that of the worst run at its end. Times are computed from the tokens per second of logged steps, so validations
@@ -23,6 +24,7 @@ differ by more than runs of the same kind. Otherwise each run has its own colour
 """
 
 import argparse
+import hashlib
 import json
 import math
 from collections.abc import Iterable
@@ -66,6 +68,11 @@ def thinned(rows: Rows) -> Rows:
     chosen = {round(number) - 1 for number in wanted} | {i for i, row in enumerate(rows) if row["val_ce"] is not None}
     kept = [{key: rows[i].get(key) for key in KEPT} for i in sorted(chosen)]
     return json.loads(json.dumps(kept), parse_float=lambda text: float(f"{float(text):.6g}"))
+
+
+def checksum(runs: dict[str, Rows]) -> str:
+    """SHA-256 of the rows of all runs."""
+    return hashlib.sha256(json.dumps(runs, sort_keys=True).encode()).hexdigest()
 
 
 def _is_relu(rows: Rows) -> bool:
@@ -195,14 +202,14 @@ def main() -> None:
         }))  # fmt: skip
     harness.table(table)
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_bytes(saved(draw(runs, args.shared_gpus)))
+    shown = {name: thinned(rows) for name, rows in runs.items()} if args.json else runs
+    args.output.write_bytes(saved(draw(shown, args.shared_gpus), Source=checksum(shown)))
     print(f"figure: {args.output}")
     if args.json:
         configs = [to_dict(load(folder / CONFIG)) for folder in folders.values()]
-        lines = zip(runs.items(), configs, strict=True)
+        lines = zip(shown.items(), configs, strict=True)
         found = [
-            {"name": name, "config": config, "rows": thinned(rows), "saved_by": provenance()}
-            for (name, rows), config in lines
+            {"name": name, "config": config, "rows": rows, "saved_by": provenance()} for (name, rows), config in lines
         ]
         args.json.write_text("".join(json.dumps(line, allow_nan=False) + "\n" for line in found))
 

@@ -32,7 +32,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from scripts.benchmarks.harness import cell
-from scripts.compare_runs import curve, thinned
+from scripts.compare_runs import checksum, curve, thinned
 from sparsellm.config import definition, load
 from sparsellm.evaluation.results import RESULTS
 from sparsellm.evaluation.tasks import TASKS
@@ -334,7 +334,8 @@ def main(arguments: list[str] | None = None) -> None:
         for path, figure in figures.items():
             if figure is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(saved(figure))
+                source = checksum({line["name"]: line["rows"] for line in lines})
+                path.write_bytes(saved(figure, Source=source))
     print(text)
 
 

@@ -40,9 +40,9 @@ def drawn(plots: Mapping[str, Callable[[], T]]) -> dict[str, T]:
     return found
 
 
-def saved(figure: Figure, kind: str = "png") -> bytes:
+def saved(figure: Figure, kind: str = "png", **metadata: str) -> bytes:
     buffer = io.BytesIO()
-    figure.savefig(buffer, format=kind, dpi=200, metadata=METADATA[kind])
+    figure.savefig(buffer, format=kind, dpi=200, metadata=METADATA[kind] | metadata)
     return buffer.getvalue()
 
 

@@ -9,10 +9,11 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 import pytest
+from PIL import Image
 
 from scripts.benchmarks.bench_calibration import LAYERS, slower
 from scripts.benchmarks.patterns import BASES
-from scripts.compare_runs import seconds, seconds_to
+from scripts.compare_runs import checksum, seconds, seconds_to
 from sparsellm.policy.report import NEAR
 
 ROOT = Path(__file__).parents[1]
@@ -48,6 +49,7 @@ WITHOUT_A_FILE = {
     "RESULTS.md#l1-loss-the-first-400-steps",
     "RESULTS.md#evaluation-speed-compared-with-lm-eval",
 }
+PICTURES_WITHOUT_A_FILE = {"0p5b_400_steps.png", "0p5b_kernels_or_torch.png", "sweep_0p5b.png", "sweep_tiny.png"}
 # Files from before benchmarks recorded their command, machine, date, commit and versions. Never add one.
 WITHOUT_PROVENANCE = {
     "0p5b_150m.jsonl", "0p5b_300m.jsonl", "0p5b_300m_benchmark.json", "dense_to_sparse.jsonl", "mini.jsonl",
@@ -422,6 +424,34 @@ def test_a_wrong_digit_is_found():
     for wrong in ([2.5036, 0.9, 1234], [2.503, 0.96, 1234], [2.503, 0.9, 1235], [2.503, 0.9]):
         assert differences(rows, [Cells(wrong)]) != []
     assert differences(rows, [Cells([2.52, 0.9, 1234], 0.01)]) == []
+
+
+def test_nonzeros_in_the_guide_equal_the_files():
+    ours, theirs = (run["rows"][-1]["nnz_mean"] for run in runs_of("0p5b_coefficients.jsonl").values())
+    first, longer = (runs_of(name)[run]["rows"][-1]["nnz_mean"]
+                     for name, run in (("0p5b_150m.jsonl", "kernels"), ("0p5b_300m.jsonl", "l1_2e-5")))  # fmt: skip
+    for name, anchor, expected in (
+        ("TRAINING.md", "the-l1-coefficient", [[first, ours], [longer]]),
+        ("PAPER.md", "its-l1-coefficient", [[theirs], [ours], [first], [longer]]),
+    ):
+        rows = [row for row in tables(ROOT / "docs" / name)[f"{name}#{anchor}"] if {"150M", "300M"} & {*row}]
+        assert differences([[name, row[-1]] for row in rows], [Cells(values) for values in expected]) == []
+
+
+def test_a_picture_shows_the_rows_of_its_file():
+    without = set()
+    pictures = {
+        re.match(r"\[([\w.]+)\]", cell)[1]: rest for cell, *rest in tables(FOLDER / "README.md")["README.md#figures"]
+    }
+    assert pictures.keys() == {path.name for path in (ROOT / "docs").glob("*.png")}
+    for picture, (cell, left_out) in pictures.items():
+        if not (names := re.findall(r"\]\(([\w.]+)\)", cell)):
+            without.add(picture)
+        elif picture != "gains.png":  # test_readme.py has its test
+            shown = {name: run["rows"] for name, run in runs_of(names[0]).items() if name != left_out}
+            with Image.open(ROOT / "docs" / picture) as image:
+                assert image.info["Source"] == checksum(shown), f"{picture} has other rows than {names[0]}"
+    assert without == PICTURES_WITHOUT_A_FILE
 
 
 def sections(text):
