@@ -76,18 +76,19 @@ inline cudaError_t allow_shared_memory(const void* kernel, uint32_t bytes) {
   return error;
 }
 
-// Launches `kernel`. cluster: the number of CTAs per cluster. early: the kernel may start before the previous kernel in
-// the stream has ended. An early kernel must call griddepcontrol_wait before it accesses memory that the previous
-// kernel, or an earlier kernel that may still run, reads or writes.
+// Launches `kernel`, and returns the error of this launch alone (cudaGetLastError also returns errors of earlier
+// calls). cluster: the number of CTAs per cluster. early: the kernel may start before the previous kernel in the stream
+// has ended. An early kernel must call griddepcontrol_wait before it accesses memory that the previous kernel, or an
+// earlier kernel that may still run, reads or writes.
 template <class... Parameters, class... Arguments>
-cudaError_t launch_with(bool early, void (*kernel)(Parameters...), int64_t grid, int block, uint32_t shared_bytes,
+cudaError_t launch_with(bool early, void (*kernel)(Parameters...), dim3 grid, int block, uint32_t shared_bytes,
                         int cluster, cudaStream_t stream, Arguments&&... arguments) {
   if (shared_bytes > 0) {  // also below 48 KB, because the kernel's static shared memory is added to shared_bytes
     const cudaError_t error = allow_shared_memory(reinterpret_cast<const void*>(kernel), shared_bytes);
     if (error != cudaSuccess) return error;
   }
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(grid));
+  config.gridDim = grid;
   config.blockDim = dim3(block);
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
@@ -109,13 +110,13 @@ cudaError_t launch_with(bool early, void (*kernel)(Parameters...), int64_t grid,
 }
 
 template <class... Parameters, class... Arguments>
-cudaError_t launch(void (*kernel)(Parameters...), int64_t grid, int block, uint32_t shared_bytes, int cluster,
+cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, int block, uint32_t shared_bytes, int cluster,
                    cudaStream_t stream, Arguments&&... arguments) {
   return launch_with(false, kernel, grid, block, shared_bytes, cluster, stream, arguments...);
 }
 
 template <class... Parameters, class... Arguments>
-cudaError_t launch_early(void (*kernel)(Parameters...), int64_t grid, int block, uint32_t shared_bytes, int cluster,
+cudaError_t launch_early(void (*kernel)(Parameters...), dim3 grid, int block, uint32_t shared_bytes, int cluster,
                          cudaStream_t stream, Arguments&&... arguments) {
   return launch_with(true, kernel, grid, block, shared_bytes, cluster, stream, arguments...);
 }

@@ -52,9 +52,8 @@ __global__ void __launch_bounds__(kTransposeThreads)
 template <class From, class To>
 cudaError_t run(const void* from, int64_t rows, int64_t columns, void* to, cudaStream_t stream) {
   const dim3 grid(static_cast<uint32_t>(ceil_div(columns, kSide)), static_cast<uint32_t>(ceil_div(rows, kSide)));
-  transpose_kernel<<<grid, kTransposeThreads, 0, stream>>>(static_cast<const From*>(from), rows, columns,
-                                                           static_cast<To*>(to));
-  return cudaGetLastError();
+  return launch(transpose_kernel<From, To>, grid, kTransposeThreads, 0, 1, stream, static_cast<const From*>(from), rows,
+                columns, static_cast<To*>(to));
 }
 
 }  // namespace
