@@ -90,8 +90,8 @@ struct TileWorkspace {
 // Buffers that the tile engine's backward pass needs in addition to the saved buffer.
 struct BackwardWorkspace {
   NeuronPlan plan;
-  int32_t *drawn, *tickets, *arrivals;  // counters of tile_gradient, tile_weights, rest_backward
-  int64_t zeroed;                       // bytes at the start that must be zero before the pass
+  int32_t *drawn, *tickets, *rest_tickets;  // counters of tile_gradient, tile_weights, rest_backward
+  int64_t zeroed;                           // bytes at the start that must be zero before the pass
   uint32_t *dz, *du, *dz_by_neuron, *du_by_neuron, *h_by_neuron;
   float* partials;
   void *operand, *second_operand;
@@ -106,7 +106,7 @@ struct BackwardWorkspace {
     plan.totals = arena.take<int32_t>(kNeuronTotals);
     drawn = arena.take<int32_t>(2);
     tickets = arena.take<int32_t>(kSplitUnits * 4 + 1);
-    arrivals = arena.take<int32_t>(2);
+    rest_tickets = arena.take<int32_t>(2);
     zeroed = arena.bytes();
     plan.ranks = arena.take<int32_t>(s.n);
     plan.neurons = arena.take<int32_t>(s.n);
@@ -360,7 +360,7 @@ cudaError_t tile_backward(const Layer& a, const TileShape& s, const void* dy, co
   rest.dw_down_t = w.dw_down_t;
   rest.float_gradients = d.float_weights;
   rest.planes = w.planes;
-  rest.arrivals = w.arrivals;
+  rest.tickets = w.rest_tickets;
   rest.m = static_cast<int>(a.m);
   rest.k = static_cast<int>(a.k);
   rest.n = static_cast<int>(a.n);

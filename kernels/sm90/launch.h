@@ -236,7 +236,7 @@ struct RestBackward {
   void *dx, *dw_gate, *dw_up, *dw_down_t;  // bf16, shaped like x and the weights
   bool float_gradients;                    // if true, the weights' gradients are float32
   void* planes;                            // rest_backward_workspace(m, n) bytes
-  int32_t* arrivals;                       // [2] zero before and after
+  int32_t* tickets;                        // [2] tiles drawn, tiles done; zero before and after
   int m, k, n;
 };
 int64_t rest_backward_workspace(int64_t m, int64_t n);

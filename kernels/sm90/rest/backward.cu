@@ -5,6 +5,12 @@
 // at a time over all neurons. Both passes compute z, u and dh, so the kernel multiplies twice as much as dense PyTorch.
 // It also uses mma.sync, which is slower than WGMMA.
 //
+// The work is a sequence of phases, each of which reads what the previous phase wrote: the hidden values of a group of
+// neurons, then these neurons' gradients, and so on for all groups; then the same for groups of tokens. CTAs draw the
+// output tiles of all phases in order from one counter. A CTA that has drawn a tile waits until the tiles of all
+// earlier phases are done. The CTAs that drew those tiles are already running, so the kernel cannot hang, however few
+// of its CTAs are resident at once: other streams, processes or green contexts may occupy SMs.
+//
 // Numerics: as in sparsellm/ops/reference.py. Products are accumulated in float32 and rounded to bf16 once (gradients
 // of float32 weights are not rounded). Elementwise arithmetic is in float32 and rounded to bf16 once. Deterministic.
 #include "common/host.h"
@@ -117,21 +123,6 @@ __device__ __forceinline__ void multiply(Tiles& tiles, Sums& sum, int depth, A a
   }
 }
 
-// A barrier for all CTAs of the grid, which must all be resident (one per SM). Each barrier adds the number of CTAs to
-// `arrivals`: after the third barrier of 132 CTAs, it is 396. `passed` is the value that lets this CTA continue.
-__device__ __forceinline__ void grid_barrier(int32_t* arrivals, int& passed) {
-  __syncthreads();
-  passed += gridDim.x;
-  if (threadIdx.x == 0) {
-    __threadfence();
-    atomicAdd(arrivals, 1);
-    while (*static_cast<volatile int32_t*>(arrivals) < passed) {
-    }
-    __threadfence();
-  }
-  __syncthreads();
-}
-
 __device__ __forceinline__ const Bf16* bf16(const void* pointer) { return static_cast<const Bf16*>(pointer); }
 
 // Computes an output tile of dW_g (which: 0), dW_u (1) or dW_d by neuron (2): rows of neurons [neuron0, neuron0 +
@@ -192,94 +183,106 @@ __device__ __forceinline__ void input_tile(const RestBackward& p, Tiles& tiles, 
   }
 }
 
-// Computes dz, du and h for tokens [token0, token0 + tokens) and neurons [neuron0, neuron0 + neurons), and writes them
-// to three planes of [tokens, neurons]. The arguments are passed one by one rather than as a struct, and the results
-// are stored in this function, because of ptxas: otherwise the bounds checks of the other products' loads no longer fit
-// in the registers, and are recomputed in the loops (204 instructions instead of 198).
+// Computes an output tile of dz, du and h, for rows of tokens [token0, token0 + tokens) from `top` on and neurons
+// [neuron0, neuron0 + neurons) from `left` on, and writes them to three planes of [tokens, neurons]. The arguments are
+// passed one by one rather than as a struct, because of ptxas: otherwise the bounds checks of the other products' loads
+// no longer fit in the registers, and are recomputed in the loops.
 __device__ __forceinline__ void hidden(Tiles& tiles, const Bf16* x, const Bf16* dy, const Bf16* w_gate,
                                        const Bf16* w_up, const Bf16* w_down_t, Bf16* planes, bool gated, int k,
-                                       float dl1, int token0, int tokens, int neuron0, int neurons) {
-  const int across = (neurons + kColumns - 1) / kColumns, all = (tokens + kRows - 1) / kRows * across;
+                                       float dl1, int top, int left, int token0, int tokens, int neuron0, int neurons) {
   const int64_t plane = static_cast<int64_t>(tokens) * neurons;
-  for (int tile = blockIdx.x; tile < all; tile += gridDim.x) {
-    const int top = tile / across * kRows, left = tile % across * kColumns;
-    const auto rows_of = [&](const Bf16* matrix) {
-      return [=](int row, int at) {
-        return top + row < tokens ? matrix + static_cast<int64_t>(token0 + top + row) * k + at : nullptr;
-      };
+  const auto rows_of = [&](const Bf16* matrix) {
+    return [=](int row, int at) {
+      return top + row < tokens ? matrix + static_cast<int64_t>(token0 + top + row) * k + at : nullptr;
     };
-    const auto neurons_of = [&](const Bf16* matrix) {
-      return [=](int column, int at) {
-        return left + column < neurons ? matrix + static_cast<int64_t>(neuron0 + left + column) * k + at : nullptr;
-      };
+  };
+  const auto neurons_of = [&](const Bf16* matrix) {
+    return [=](int column, int at) {
+      return left + column < neurons ? matrix + static_cast<int64_t>(neuron0 + left + column) * k + at : nullptr;
     };
-    Sums z = {}, u = {}, dh = {};
-    multiply<false, false>(tiles, z, k, rows_of(x), neurons_of(w_gate));
-    if (gated) multiply<false, false>(tiles, u, k, rows_of(x), neurons_of(w_up));
-    multiply<false, false>(tiles, dh, k, rows_of(dy), neurons_of(w_down_t));
+  };
+  Sums z = {}, u = {}, dh = {};
+  multiply<false, false>(tiles, z, k, rows_of(x), neurons_of(w_gate));
+  if (gated) multiply<false, false>(tiles, u, k, rows_of(x), neurons_of(w_up));
+  multiply<false, false>(tiles, dh, k, rows_of(dy), neurons_of(w_down_t));
 #pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      const int row = top + row_of(i / 8, i % 2), column = left + column_of(i / 2 % 4);
-      if (row >= tokens || column >= neurons) continue;
-      float dz[2], du[2], h[2];
+  for (int i = 0; i < 16; ++i) {
+    const int row = top + row_of(i / 8, i % 2), column = left + column_of(i / 2 % 4);
+    if (row >= tokens || column >= neurons) continue;
+    float dz[2], du[2], h[2];
 #pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const auto of = [&](const Sums& sums) { return rounded(sums[i / 8][i / 2 % 4][i % 2 * 2 + c]); };
-        const float its_z = of(z), its_u = gated ? of(u) : 1.0f;
-        const float g = its_z > 0.0f || its_z != its_z ? its_z : 0.0f;  // NaN stays NaN
-        h[c] = rounded(g * its_u);
-        const float sign = !gated || h[c] > 0.0f ? 1.0f : h[c] < 0.0f ? -1.0f : h[c];
-        const float total = of(dh) + dl1 * sign;
-        dz[c] = g != 0.0f ? total * its_u : 0.0f;
-        du[c] = total * g;
-      }
-      const int64_t at = static_cast<int64_t>(row) * neurons + column;
-      *reinterpret_cast<uint32_t*>(planes + at) = ptx::cvt_bf16x2(dz[0], dz[1]);
-      *reinterpret_cast<uint32_t*>(planes + plane + at) = ptx::cvt_bf16x2(du[0], du[1]);
-      *reinterpret_cast<uint32_t*>(planes + 2 * plane + at) = ptx::cvt_bf16x2(h[0], h[1]);
+    for (int c = 0; c < 2; ++c) {
+      const auto of = [&](const Sums& sums) { return rounded(sums[i / 8][i / 2 % 4][i % 2 * 2 + c]); };
+      const float its_z = of(z), its_u = gated ? of(u) : 1.0f;
+      const float g = its_z > 0.0f || its_z != its_z ? its_z : 0.0f;  // NaN stays NaN
+      h[c] = rounded(g * its_u);
+      const float sign = !gated || h[c] > 0.0f ? 1.0f : h[c] < 0.0f ? -1.0f : h[c];
+      const float total = of(dh) + dl1 * sign;
+      dz[c] = g != 0.0f ? total * its_u : 0.0f;
+      du[c] = total * g;
     }
+    const int64_t at = static_cast<int64_t>(row) * neurons + column;
+    *reinterpret_cast<uint32_t*>(planes + at) = ptx::cvt_bf16x2(dz[0], dz[1]);
+    *reinterpret_cast<uint32_t*>(planes + plane + at) = ptx::cvt_bf16x2(du[0], du[1]);
+    *reinterpret_cast<uint32_t*>(planes + 2 * plane + at) = ptx::cvt_bf16x2(h[0], h[1]);
   }
+}
+
+__device__ __forceinline__ int tiles_of(int length, int size) { return (length + size - 1) / size; }
+
+// Called by one thread: returns once `count` tiles are done, whose results this CTA may read after a barrier.
+__device__ __forceinline__ void wait_until_done(const RestBackward& p, int count) {
+  while (static_cast<int>(ptx::ld_acquire(reinterpret_cast<const uint32_t*>(p.tickets + 1))) < count) __nanosleep(100);
+  __threadfence();
 }
 
 __global__ void __launch_bounds__(kRestThreads, 1) rest_backward_kernel(const RestBackward p) {
   __shared__ Tiles tiles;
+  __shared__ int drawn;
   ptx::griddepcontrol_wait();
   if (*p.rest == 0) return;
-  const bool gated = p.w_up != nullptr;
-  const int m = p.m, k = p.k, n = p.n;
-  const float dl1 = *p.dl1;
-  const auto x = static_cast<const Bf16*>(p.x), dy = static_cast<const Bf16*>(p.dy);
-  const auto w_gate = static_cast<const Bf16*>(p.w_gate), w_up = static_cast<const Bf16*>(p.w_up);
-  const auto w_down_t = static_cast<const Bf16*>(p.w_down_t);
-  const auto planes = static_cast<Bf16*>(p.planes);
-  int passed = 0;
-
-  // The gradients of the weights: each neuron's row is a sum over all tokens. Output tiles are dealt to the CTAs in
-  // turn.
-  const int across = (k + kColumns - 1) / kColumns;
-  for (int neuron0 = 0; neuron0 < n; neuron0 += kNeurons) {
-    const int neurons = min(kNeurons, n - neuron0);
-    hidden(tiles, x, dy, w_gate, w_up, w_down_t, planes, gated, k, dl1, 0, m, neuron0, neurons);
-    grid_barrier(p.arrivals, passed);
-    for (int tile = blockIdx.x; tile < 3 * across; tile += gridDim.x) {
-      weight_tile(p, tiles, tile / across, tile % across * kColumns, neuron0, neurons);
+  const int m = p.m, n = p.n, across = tiles_of(p.k, kColumns);
+  // Each group has two phases: the hidden values (even phases), then gradients from them (odd phases).
+  const int weight_phases = 2 * tiles_of(n, kNeurons), phases = weight_phases + 2 * tiles_of(m, kTokens);
+  int phase = 0, begin = 0;  // the phase of the drawn tile, and the number of the phase's first tile
+  for (;;) {
+    if (threadIdx.x == 0) drawn = atomicAdd(p.tickets, 1);
+    __syncthreads();
+    const int tile = drawn;
+    // The phase's tokens and neurons, and how many tiles its output has in a row.
+    int token0 = 0, tokens = m, neuron0 = 0, neurons = n, columns = across;
+    for (; phase < phases; ++phase) {
+      const bool of_weights = phase < weight_phases, of_hidden = phase % 2 == 0;
+      neuron0 = of_weights ? phase / 2 * kNeurons : 0;
+      neurons = of_weights ? min(kNeurons, n - neuron0) : n;
+      token0 = of_weights ? 0 : (phase - weight_phases) / 2 * kTokens;
+      tokens = of_weights ? m : min(kTokens, m - token0);
+      columns = of_hidden ? tiles_of(neurons, kColumns) : across;
+      const int count = (of_weights && !of_hidden ? 3 : tiles_of(tokens, kRows)) * columns;
+      if (tile < begin + count) break;
+      begin += count;
     }
-    grid_barrier(p.arrivals, passed);
-  }
-
-  // The gradient of x: each token's row is a sum over all neurons.
-  for (int token0 = 0; token0 < m; token0 += kTokens) {
-    const int tokens = min(kTokens, m - token0);
-    hidden(tiles, x, dy, w_gate, w_up, w_down_t, planes, gated, k, dl1, token0, tokens, 0, n);
-    grid_barrier(p.arrivals, passed);
-    const int all = (tokens + kRows - 1) / kRows * across;
-    for (int tile = blockIdx.x; tile < all; tile += gridDim.x) {
-      input_tile(p, tiles, tile / across * kRows, tile % across * kColumns, token0, tokens);
+    if (phase == phases) break;
+    // No tile of this phase can be done before all earlier ones are. So once `begin` tiles are done, it is those.
+    if (threadIdx.x == 0) wait_until_done(p, begin);
+    __syncthreads();
+    const int row = (tile - begin) / columns, left = (tile - begin) % columns * kColumns;
+    if (phase % 2 == 0) {
+      hidden(tiles, bf16(p.x), bf16(p.dy), bf16(p.w_gate), bf16(p.w_up), bf16(p.w_down_t), static_cast<Bf16*>(p.planes),
+             p.w_up != nullptr, p.k, *p.dl1, row * kRows, left, token0, tokens, neuron0, neurons);
+    } else if (phase < weight_phases) {
+      weight_tile(p, tiles, row, left, neuron0, neurons);
+    } else {
+      input_tile(p, tiles, row * kRows, left, token0, tokens);
     }
-    grid_barrier(p.arrivals, passed);
+    __syncthreads();  // all threads have stored their part of the tile, and have read `drawn`
+    if (threadIdx.x == 0) ptx::add_release(p.tickets + 1, 1);
   }
-  if (threadIdx.x == 0 && atomicAdd(p.arrivals + 1, 1) == static_cast<int>(gridDim.x) - 1) {
-    p.arrivals[0] = p.arrivals[1] = 0;  // no CTA waits at the barrier any more
+  // The CTA that has drawn the last number of all resets the counters: every other CTA has drawn its own last number,
+  // so none reads the counters again. It waits because their last additions may still be on their way.
+  if (threadIdx.x == 0 && drawn == begin + static_cast<int>(gridDim.x) - 1) {
+    wait_until_done(p, begin);
+    p.tickets[0] = p.tickets[1] = 0;
   }
 }
 
