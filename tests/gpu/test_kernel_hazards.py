@@ -1,6 +1,7 @@
 """The CUDA kernels where launches are hard to get right: graphs, captures, several streams, early launches, memory
 beyond 2^32 elements, and another device than the current one."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -169,6 +170,67 @@ def test_more_than_4e9_activations(gated, monkeypatch):
             if engine != "dense" or i > 0 or not gated:  # the dense engine rounds dx twice
                 assert_equal(ours, theirs, f"{engine}: gradient {i}")
         del out, found
+
+
+# Work that a barrier of the whole grid could hang: two kernels that each need all SMs, and a kernel with more CTAs than
+# SMs that it may use. Each test runs in a process of its own, which is killed after a minute.
+OVERFLOW = """
+import sys
+import torch
+from test_kernel_hazards import case, step
+from sparsellm.ops import borders, build
+from sparsellm.ops.plan import Engine
+
+build.load()
+borders.capacity = lambda *_: 128
+layers = [case(700, 264, 1000, seed=1), case(520, 264, 1400, seed=2)]
+expected = [step(Engine.tile, *layer) for layer in layers]
+assert all(int(results[3][2]) == 1 for results in expected)
+torch.cuda.synchronize()
+if sys.argv[1] == "two streams":
+    streams, rounds = [torch.cuda.Stream() for _ in layers], 200
+else:
+    from torch.cuda.green_contexts import GreenContext
+
+    context = GreenContext.create(num_sms=16, device_id=0)
+    streams, rounds = [context.Stream()] * 2, 3
+for _ in range(rounds):
+    found = []
+    for layer, stream in zip(layers, streams):
+        with torch.cuda.stream(stream):
+            found.append(step(Engine.tile, *layer))
+torch.cuda.synchronize()
+assert all(torch.equal(a, b) for ours, right in zip(found, expected) for a, b in zip(ours, right))
+"""
+
+
+@pytest.mark.parametrize("where", ["two streams", "a green context"])
+def test_calls_that_overflow_end_where_they_do_not_have_all_sms(where):
+    green = pytest.importorskip("torch.cuda.green_contexts")
+    if where == "a green context" and not green.SUPPORTED:
+        pytest.skip("this build of torch has no green contexts")
+    done = subprocess.run(
+        [sys.executable, "-c", OVERFLOW, where], cwd=ROOT, timeout=60, text=True, capture_output=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_transpose_does_not_report_the_error_of_an_earlier_launch():
+    x, (w_gate, w_up, w_down), _ = case(40, 264, 1000)
+    w_down_t = w_down.T.contiguous()
+    cuda.row_output(x, w_gate, w_up, w_down_t)
+    transposed = torch.empty_like(w_down_t)
+    torch.ops.sparsellm_cuda.transpose(w_down, transposed)
+    torch.cuda.synchronize()
+    with contextlib.suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        with contextlib.suppress(RuntimeError):
+            x.sum().item()  # not allowed in a capture, which it invalidates
+        cuda.row_output(x, w_gate, w_up, w_down_t)  # so this launch fails
+    torch.cuda.synchronize()
+    transposed.fill_(torch.nan)
+    torch.ops.sparsellm_cuda.transpose(w_down, transposed)
+    assert_equal(transposed, w_down_t, "w_down by neuron")
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two GPUs")
