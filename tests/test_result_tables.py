@@ -321,6 +321,25 @@ def widths():
         yield Cells([*found, run["ktokens_per_s_of_three_at_once"]])
 
 
+def muon():
+    runs = runs_of("mini_muon.jsonl")
+    first = runs["silu_1408"]["rows"][-1]["val_ce"]
+    for name in (
+        "silu_1408", "silu_1408_lr1e-3", "silu_1408_lr4e-3", "silu_5632", "silu_5632_lr1e-3",
+        "l1_5632_4e-5", "l1_5632_6e-5", "l1_5632_6e-5_lr1e-3", "l1_5632_6e-5_lr4e-3",
+        "silu_1408_muon", "silu_1408_muon_lr1e-3", "silu_1408_muon_lr4e-3", "l1_1408_8e-5_muon4",
+        "l1_5632_6e-5_muon4", "l1_5632_1.2e-4_muon4", "l1_5632_1.2e-4_muon4_t", "l1_5632_1.2e-4_muon2",
+        "l1_5632_2.4e-4_muon4",
+    ):  # fmt: skip
+        config, last = runs[name]["config"], runs[name]["rows"][-1]
+        width, nonzeros = config["model.intermediate_size"], last["nnz_mean"]
+        found = [width, config["optimizer.learning_rate"], last["val_ce"]]
+        found += [last["val_ce"] - first] * (name != "silu_1408")
+        if nonzeros is not None:
+            found += [nonzeros, 100 * (1 - nonzeros / width), 100 * sum(last["dead_per_layer"]) / (8 * width)]
+        yield Cells(found)
+
+
 def training_steps(*names, peaks=False):
     """A row per file of bench_train with PyTorch and the kernels."""
     for name in names:
@@ -392,6 +411,7 @@ COMPARED = {
     "RESULTS.md#what-sparsity-costs-14-runs-of-a-30m-model": fourteen_runs,
     "RESULTS.md#making-a-dense-model-sparse": dense_to_sparse,
     "RESULTS.md#wider-layers-a-first-screen-at-30m": widths,
+    "RESULTS.md#wider-layers-learning-rates-and-muon": muon,
     "RESULTS.md#training-step-qwen3-8b-and-llama-3-8b-shapes":
         partial(training_steps, "training_step_qwen3_8b.json", "training_step_llama3_8b.json"),
     "RESULTS.md#dense-training-throughput-and-mfu": dense_training,
