@@ -11,12 +11,13 @@ import time
 
 import datasets
 import pytest
-from huggingface_hub.errors import OfflineModeIsEnabled
+from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
 
 from sparsellm.commands import analyze, evaluate
 from sparsellm.data import tokenizer
 from sparsellm.hf import hub
 
+CLIENT = importlib.import_module(HTTPError.__module__)  # httpx or httpx2
 SECONDS = 10  # in which the hub's libraries, left alone, would not have asked the second time of five
 TOKENIZER = "data.tokenizer=owner/no-such-tokenizer"
 FILES = ["experiment=smoke", "data=files", "data.files=text.txt", "logging=disabled"]
@@ -127,3 +128,21 @@ def test_a_path_is_not_looked_for_on_the_hub(tmp_path, monkeypatch, capsys):
 def test_nobody_waits_for_a_hub_that_is_switched_off():
     assert not hub.is_temporary(OfflineModeIsEnabled("HF_HUB_OFFLINE is set"))
     assert hub.is_temporary(ConnectionError("reset by peer"))
+
+
+def answered(status):
+    request = CLIENT.Request("GET", "https://example.org")
+    return CLIENT.HTTPStatusError("an error", request=request, response=CLIENT.Response(status, request=request))
+
+
+@pytest.mark.parametrize(
+    ("error", "temporary"),
+    [
+        (CLIENT.ReadTimeout("late"), True), (ConnectionResetError(), True), (TimeoutError(), True),
+        (answered(503), True), (answered(429), True), (answered(408), True), (answered(404), False),
+        (OfflineModeIsEnabled(), False), (FileNotFoundError(), False), (ValueError(), False),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_a_failure_is_retried_if_waiting_may_help(error, temporary):
+    assert hub.is_temporary(error) is temporary
