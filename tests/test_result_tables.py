@@ -45,7 +45,6 @@ WITHOUT_A_FILE = {
     "RESULTS.md#text-generation-tokens-per-second 2",
     "RESULTS.md#generate-of-transformers",
     "RESULTS.md#generate-of-transformers 2",
-    "RESULTS.md#making-a-dense-model-sparse 2",
     "RESULTS.md#l1-loss-the-first-400-steps",
     "RESULTS.md#evaluation-speed-compared-with-lm-eval",
 }
@@ -310,6 +309,12 @@ def dense_to_sparse():
         yield Cells([last["val_ce"], 100 * (last["val_ce"] / silu - 1), last["nnz_mean"]])
 
 
+def tiny_dense_to_sparse():
+    last = {name: run["rows"][-1] for name, run in runs_of("tiny_dense_to_sparse.jsonl").items() if name != "dense"}
+    yield Cells([row["val_ce"] for row in last.values()])
+    yield Cells([row["nnz_mean"] for name, row in last.items() if name != "silu"])
+
+
 def widths():
     runs = file("mini_width.json")["runs"]
     silu = min((run for run in runs if run["activation"] == "silu"), key=lambda run: run["neurons"])
@@ -410,6 +415,7 @@ COMPARED = {
     "RESULTS.md#benchmark-compared-with-the-scripts": benchmark_and_script,
     "RESULTS.md#what-sparsity-costs-14-runs-of-a-30m-model": fourteen_runs,
     "RESULTS.md#making-a-dense-model-sparse": dense_to_sparse,
+    "RESULTS.md#making-a-dense-model-sparse 2": tiny_dense_to_sparse,
     "RESULTS.md#wider-layers-a-first-screen-at-30m": widths,
     "RESULTS.md#wider-layers-learning-rates-and-muon": muon,
     "RESULTS.md#training-step-qwen3-8b-and-llama-3-8b-shapes":
