@@ -53,5 +53,5 @@ def step_memory(config: Config, world_size: int = 1, sharing: Sharing = UNSHARED
     training, activation = config.training, config.sparsity.activation
     return StepMemory(
         config.model, activation, config.runtime, training.batch_size // world_size, training.sequence_length,
-        world_size, sharing, taught=config.distill.teacher is not None,
+        world_size, sharing, taught=config.distill.teacher is not None, muon=config.optimizer.muon,
     )  # fmt: skip

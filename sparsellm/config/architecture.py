@@ -107,8 +107,7 @@ def embedding_weights(model: ModelConfig) -> int:
     return model.vocab_size * model.hidden_size * (1 if model.tie_embeddings else 2)
 
 
-FLOAT32 = 4  # bytes per element of weights, gradients and AdamW's moments
-MOMENTS = 2  # number of AdamW moments per parameter
+FLOAT32 = 4  # bytes per element of weights, gradients and moments
 
 
 def parameters(model: ModelConfig) -> int:
@@ -120,6 +119,12 @@ def parameters(model: ModelConfig) -> int:
     if model.qk_norm:
         layer += 2 * model.head_width
     return embedding_weights(model) + model.num_layers * layer + width
+
+
+def moments(model: ModelConfig, muon: bool) -> int:
+    """Number of elements of the optimizer's moments: two per parameter, or one per matrix element of Muon's."""
+    layer = attention_weights(model) + (3 if model.gated else 2) * model.hidden_size * model.intermediate_size
+    return 2 * parameters(model) - muon * model.num_layers * layer
 
 
 def architecture_mistakes(model: ModelConfig) -> list[str]:

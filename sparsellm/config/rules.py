@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from sparsellm.config.architecture import FLOAT32, MOMENTS, ModelConfig, architecture_mistakes, parameters
+from sparsellm.config.architecture import FLOAT32, ModelConfig, architecture_mistakes, moments, parameters
 from sparsellm.config.keys import bound_mistakes
 from sparsellm.config.schema import (
     LONGEST_TAG,
@@ -281,17 +281,22 @@ def ranks_that_share(world_size: int, ranks_here: int) -> int:
     return ranks_here if ranks_here > 1 else world_size
 
 
-def state_bytes(model: ModelConfig, shard: Shard, sharing: int) -> float:
+def state_bytes(model: ModelConfig, shard: Shard, sharing: int, muon: bool = False) -> float:
     """Bytes of weights, gradients and moments on each rank during a step, if `sharing` ranks shard the model."""
     weights = FLOAT32 * parameters(model)
-    state = (2 + MOMENTS) * weights  # weights, gradients, moments
+    state = 2 * weights + FLOAT32 * moments(model, muon)  # weights, gradients, moments
     if shard == Shard.none or sharing == 1:
         return state
     return state / sharing + (weights if shard == Shard.optimizer else 0)  # a step gathers all weights
 
 
 def memory_mistakes(
-    model: ModelConfig, training: TrainingConfig, runtime: RuntimeConfig, ranks_here: int, world_size: int
+    model: ModelConfig,
+    training: TrainingConfig,
+    runtime: RuntimeConfig,
+    ranks_here: int,
+    world_size: int,
+    muon: bool = False,
 ) -> list[str]:
     """Error messages if the model's state exceeds the memory of a GPU, or of this machine for `ranks_here` ranks on the
     CPU, or if a step's tokens exceed this machine's memory. Activations do not count."""
@@ -301,7 +306,10 @@ def memory_mistakes(
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     count, limit = parameters(model), runtime.memory_limit_gib
     sharing = ranks_that_share(world_size, ranks_here)
-    state, tokens = state_bytes(model, runtime.shard, sharing), 8 * training.batch_size * (training.sequence_length + 1)
+    state, tokens = (
+        state_bytes(model, runtime.shard, sharing, muon),
+        8 * training.batch_size * (training.sequence_length + 1),
+    )
     found, holder, memory, copies = [], "machine", host, ranks_here
     if on_gpu:
         holder, memory, copies = "GPU", torch.cuda.get_device_properties(0).total_memory, 1

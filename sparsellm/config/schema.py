@@ -209,6 +209,7 @@ class DistillConfig:
 class OptimizerConfig:
     """AdamW, weight decay on matrices only; linear warm-up, then a schedule that decays to a fraction of the peak."""
 
+    muon: bool = key(False, "Update the matrices of the layers by Muon instead of AdamW.")
     learning_rate: float = key(1e-3, "Peak learning rate.", above=0)
     schedule: Schedule = key(
         Schedule.cosine, "Learning rate after the warm-up. wsd: constant, then a linear decay (decay_fraction)."

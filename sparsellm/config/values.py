@@ -18,7 +18,8 @@ FREE_GROUPS = ("runtime", "logging", "evaluation", "run")
 FREE_KEYS = ("data.path", "data.verify", "data.skip_bad_records", "training.stop_on_divergence")
 # Keys and groups that are newer than some runs. `fingerprint` ignores their default values, so runs keep their names.
 ADDED_KEYS = (
-    "optimizer.schedule", "optimizer.decay_fraction", "data.mix", "sparsity.reinit_blend", "model.num_key_value_heads",
+    "optimizer.schedule", "optimizer.decay_fraction", "optimizer.muon",
+    "data.mix", "sparsity.reinit_blend", "model.num_key_value_heads",
     "model.head_dim", "model.attention_bias", "model.qk_norm", "model.tie_embeddings", "model.rope_parameters",
     "init_from", "sparsity.relu_tokens", "distill", "data.revision",
 )  # fmt: skip

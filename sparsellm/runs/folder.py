@@ -15,7 +15,6 @@ from typing import TextIO
 
 from sparsellm.config import (
     FLOAT32,
-    MOMENTS,
     Config,
     ConfigError,
     ModelConfig,
@@ -27,6 +26,7 @@ from sparsellm.config import (
     TrainingConfig,
     definition,
     load,
+    moments,
     parameters,
     save,
 )
@@ -170,7 +170,8 @@ def room_mistakes(
 ) -> list[str]:
     """Error messages if the disk lacks space for the run's checkpoints: those kept plus a new one."""
     folder = run.folder
-    size = parameters(model) * ((1 + MOMENTS) * FLOAT32 + DTYPES[hf_dtype].itemsize)  # state/ and hf/
+    count = parameters(model)
+    size = (count + moments(model, optimizer.muon)) * FLOAT32 + count * DTYPES[hf_dtype].itemsize  # state/ and hf/
     steps = [] if run.restart else saved_steps(folder)
     with suppress(ConfigError):  # `mistakes` reports a damaged config.yaml
         if (begun := begun_as(run)) is not None:

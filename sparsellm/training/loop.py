@@ -104,6 +104,7 @@ class Trainer:
         memory = StepMemory(
             model, activation, runtime, training.batch_size // ranks.world_size, training.sequence_length,
             ranks.world_size, sharding.sharing(model, runtime.shard, ranks), taught=config.distill.teacher is not None,
+            muon=config.optimizer.muon,
         )  # fmt: skip
         # Gpu sets the process's memory limit, so it comes before the first tensor.
         gpu = Gpu(device, runtime.memory_limit_gib) if device.type == "cuda" else None

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import pynvml
 import torch
 
-from sparsellm.config import FLOAT32, MOMENTS, Activation, ModelConfig, RuntimeConfig, attention_weights, parameters
+from sparsellm.config import FLOAT32, Activation, ModelConfig, RuntimeConfig, attention_weights, moments, parameters
 from sparsellm.model.cross_entropy import CHUNK
 from sparsellm.model.dtypes import DTYPES
 from sparsellm.ops import Plan, saved_bytes
@@ -75,6 +75,7 @@ class StepMemory:
     world_size: int = 1
     sharing: Sharing = UNSHARED
     taught: bool = False  # whether the run has a teacher
+    muon: bool = False
 
     def usage(self, sequences: int, plans: Sequence[Plan | None], recompute: bool = False) -> Usage:
         """Memory of a step with `sequences` sequences per micro-batch. `plans`: by layer, None if PyTorch traces it.
@@ -84,7 +85,7 @@ class StepMemory:
         buckets = size if self.world_size > 1 and sharing.ranks == 1 else 0
         return Usage(
             weights=size // sharing.ranks + FLOAT32 * sharing.gathered,
-            optimizer=MOMENTS * size // sharing.ranks,
+            optimizer=FLOAT32 * moments(self.model, self.muon) // sharing.ranks,
             # DDP's buckets hold the gradients of the last micro-batch; those of earlier micro-batches are separate.
             gradients=size // sharing.ranks if accumulates or not buckets else 0,
             buckets=buckets,

@@ -1,4 +1,4 @@
-"""AdamW with the recipe's settings (DESIGN §3), which skips steps with a non-finite gradient.
+"""AdamW with the recipe's settings (DESIGN §3), or Muon and AdamW, which skip steps with a non-finite gradient.
 
 Clipping and skipping do not synchronize with the device: the fused kernel reads scale and flag from tensors. A skipped
 step leaves weights, moments and Adam's step count unchanged, but advances the schedule. In a sharded model, each
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from sparsellm.config import OptimizerConfig, Schedule, decay_start
 from sparsellm.distributed.groups import whole
+from sparsellm.training import muon
 from sparsellm.training.sharding import shard_of
 
 
@@ -31,7 +32,8 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
 
 
 class Optimizer:
-    """Fused AdamW over a model's parameters, with weight decay on matrices only, including the embedding.
+    """Fused AdamW over a model's parameters, with weight decay on matrices only, including the embedding. With
+    `config.muon`, Muon updates the matrices of the layers instead.
 
     Moments are float32 and exist before the first step, so checkpoints have the same tensors at every step.
     """
@@ -40,7 +42,12 @@ class Optimizer:
         self.config = config
         self.parameters = dict(model.named_parameters())
         device = next(iter(self.parameters.values())).device
-        matrices = [p for p in self.parameters.values() if p.dim() >= 2]
+        self.moments = {
+            p: torch.zeros_like(p)
+            for name, p in self.parameters.items()
+            if config.muon and p.dim() == 2 and name.startswith("layers.")
+        }
+        matrices = [p for p in self.parameters.values() if p.dim() >= 2 and p not in self.moments]
         vectors = [p for p in self.parameters.values() if p.dim() < 2]
         self.adamw = torch.optim.AdamW(
             [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
@@ -49,7 +56,7 @@ class Optimizer:
             eps=config.eps,
             fused=True,
         )
-        for p in self.parameters.values():
+        for p in (*matrices, *vectors):
             self.adamw.state[p] = {
                 "step": torch.zeros((), device=device),
                 "exp_avg": torch.zeros_like(p),
@@ -70,25 +77,29 @@ class Optimizer:
         for group in self.adamw.param_groups:
             group["lr"] = rate
         self.adamw.step()
+        muon.step(self.moments, rate, self.config.weight_decay, adamw.grad_scale, not_finite)
         self.drop_gradients()
         self.skipped += not_finite
         self.skipped_in_row.add_(1).mul_(not_finite)
         return norm
 
     def drop_gradients(self) -> None:
-        self.adamw.zero_grad(set_to_none=True)
+        for p in self.parameters.values():
+            p.grad = None
 
     def forget(self, parameter: Tensor, rows: Tensor) -> None:
         """Zero the moments of `rows` (bool [R], on the device) of a parameter [R, C]. Adam's step count is kept."""
-        for moment in ("exp_avg", "exp_avg_sq"):
-            tensor = self.adamw.state[parameter][moment]
-            tensor.masked_fill_(shard_of(rows[:, None], tensor), 0)
+        for key, tensor in self._state_of(parameter).items():
+            if key != "step":
+                tensor.masked_fill_(shard_of(rows[:, None], tensor), 0)
+
+    def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
+        momentum = self.moments.get(cast(nn.Parameter, parameter))
+        return self.adamw.state[parameter] if momentum is None else {"momentum": momentum}
 
     def state(self) -> dict[str, Tensor]:
         """All tensors that the next step depends on, by name. Writing into these tensors restores a state."""
         moments = {
-            f"{name}.{key}": tensor
-            for name, p in self.parameters.items()
-            for key, tensor in self.adamw.state[p].items()
+            f"{name}.{key}": tensor for name, p in self.parameters.items() for key, tensor in self._state_of(p).items()
         }
         return moments | {"skipped": self.skipped, "skipped_in_row": self.skipped_in_row}

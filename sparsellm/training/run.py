@@ -102,7 +102,7 @@ def check(config: Config, typed: Sequence[str] = ()) -> list[str]:
         found, finished = mistakes(config, world_size), run_folder.is_finished(run, training.steps)
         if not (found or finished):
             ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-            found += memory_mistakes(model, training, runtime, ranks_here, world_size)
+            found += memory_mistakes(model, training, runtime, ranks_here, world_size, config.optimizer.muon)
             found += run_folder.room_mistakes(run, config.hf_dtype, model, training, config.optimizer, config.sparsity)
         found += run_folder.mistakes(config, typed)
         if finished:

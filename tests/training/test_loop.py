@@ -24,6 +24,7 @@ from sparsellm.runs.folder import is_finished
 from sparsellm.runs.layout import STATE, VALUES
 from sparsellm.runs.layout import checkpoint as checkpoint_folder
 from sparsellm.runs.metrics import KINDS, METRICS, MetricsError, MetricsFile, read
+from sparsellm.training import muon
 from sparsellm.training.loop import Trainer, TrainingDiverged
 from sparsellm.training.optimizer import learning_rate
 
@@ -207,8 +208,9 @@ def fail_from(trainer, steps):
     trainer.decoder.forward = broken
 
 
-def test_a_non_finite_step_is_skipped_and_counted(tmp_path):
-    with small_trainer(tmp_path / "run") as trainer:
+@pytest.mark.parametrize("muon", ["false", "true"])
+def test_a_non_finite_step_is_skipped_and_counted(muon, tmp_path):
+    with small_trainer(tmp_path / "run", f"optimizer.muon={muon}") as trainer:
         fail_from(trainer, {2})
         batches = trainer.data.batches(None)
         trainer.advance(batches)
@@ -391,6 +393,37 @@ def test_clipping_and_decay_are_torchs(tmp_path):
             torch.testing.assert_close(p, weights[name], rtol=1e-6, atol=1e-7)
 
 
+def test_muon_is_torchs(tmp_path, monkeypatch):
+    """Up to bfloat16, the layers' matrices take the steps of torch.optim.Muon, one matrix at a time or many."""
+    for at_once in (1, 1 << 24):
+        monkeypatch.setattr(muon, "AT_ONCE", at_once)
+        with small_trainer(tmp_path / str(at_once), "optimizer.muon=true", "optimizer.grad_clip=0.1") as trainer:
+            named, config = dict(trainer.decoder.named_parameters()), trainer.config.optimizer
+            ours = {name: p for name, p in named.items() if name.startswith("layers.") and p.dim() == 2}
+            assert set(ours.values()) == trainer.optimizer.moments.keys()
+            theirs = {name: p.detach().clone().requires_grad_() for name, p in ours.items()}
+            reference = torch.optim.Muon(
+                theirs.values(), weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
+            )
+            step, batches = trainer.optimizer.step, trainer.data.batches(None)
+
+            def both(rate, named=named, theirs=theirs, reference=reference, step=step):
+                norm = torch.nn.utils.get_total_norm([p.grad for p in named.values()])
+                for name, p in theirs.items():
+                    p.grad = named[name].grad / (norm / 0.1).clamp(min=1)
+                reference.param_groups[0]["lr"] = rate
+                reference.step()
+                return step(rate)
+
+            trainer.optimizer.step = both
+            before = {name: p.detach().clone() for name, p in theirs.items()}
+            trainer.advance(batches)
+            trainer.advance(batches)
+            for name, p in ours.items():
+                moved = (theirs[name] - before[name]).norm()
+                assert (p - theirs[name]).norm() < 0.02 * moved, name
+
+
 def tensors(trainer):
     return {name: t.clone() for name, t in trainer._tensors(trainer.silent.reduced()).items()}
 
@@ -400,7 +433,7 @@ def tensors(trainer):
     "overrides",
     [
         [],
-        ["model.gated=false", "runtime.recompute=true"],
+        ["model.gated=false", "runtime.recompute=true", "optimizer.muon=true"],
         ["sparsity.l1_schedule=linear", "sparsity.l1_start_tokens=200", "sparsity.l1_warmup_tokens=1000"],
         [*FEW_TOKENS, "sparsity.reinit_dead_after_tokens=4", "sparsity.reinit_every=2"],
     ],

@@ -74,7 +74,7 @@ ATTENTION = [
 # (name, overrides, ways on one node, ways on two)
 RUNS = [
     ("drawn anew", DRAWN_ANEW, SHARDS, SHARDS[1:]), ("compiled", COMPILED, ["none", "full"], []),
-    ("attention", ATTENTION, ["none", "optimizer"], []),
+    ("attention", ATTENTION, ["none", "optimizer"], []), ("muon", ["optimizer.muon=true"], ["none", "full"], []),
 ]  # fmt: skip
 STEPS, COUNTED = 4, 2
 
@@ -140,8 +140,9 @@ def test_shards_train_as_copies_do_send_what_they_should_and_keep_their_share(tm
             assert all(torch.equal(each["state"][key], run[0]["state"][key]) for key in run[0]["state"])
             assert each["rows"] == run[0]["rows"]
         for row, expected in zip(run[0]["rows"], copies["rows"], strict=True):
-            # float32 sums in another order; in bfloat16 a last bit of it now and then
-            assert row == {key: pytest.approx(value, rel=1e-5) for key, value in expected.items()}
+            # float32 sums in another order; in bfloat16 a last bit of it now and then, which Muon's iterations amplify
+            rel = 1e-3 if name == "muon" else 1e-5
+            assert row == {key: pytest.approx(value, rel=rel) for key, value in expected.items()}
         if name == "drawn anew":
             assert all(count > 0 for count in run[0]["rows"][-1]["reinitialized"])
 

@@ -1,0 +1,78 @@
+"""Muon for matrices: momentum whose update is orthogonalized by Newton-Schulz iterations.
+
+The algorithm and its coefficients are those of Keller Jordan (https://kellerjordan.github.io/posts/muon/) and of
+torch.optim.Muon; updates are scaled to the size of AdamW's (arXiv:2502.16982, section 2.2), so that AdamW's learning
+rate and weight decay carry over. torch.optim.Muon has no device-side flag that skips a step, and launches some 25 small
+kernels per matrix; here, matrices of the same shape are orthogonalized together.
+
+Numerics: momentum and weights are float32, iterations are bfloat16 with float32 accumulation. Nothing waits for the
+device.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from sparsellm.distributed.groups import whole
+from sparsellm.training.sharding import shard_of
+
+MOMENTUM = 0.95
+ITERATIONS, COEFFICIENTS = 5, (3.4445, -4.7750, 2.0315)
+EPSILON = 1e-7
+SCALE = 0.2  # the root mean square of AdamW's updates, relative to the learning rate
+AT_ONCE = 1 << 24  # maximum number of elements that are orthogonalized together, unless one matrix has more
+
+
+@torch.no_grad()
+def step(
+    moments: dict[nn.Parameter, Tensor], rate: float, weight_decay: float, gradient_divisor: Tensor, skip: Tensor
+) -> None:
+    """Update each matrix with its gradient, in `.grad`. Collective if matrices are sharded.
+
+    moments: the momentum of each matrix [R, C], float32. gradient_divisor: 0-d float32. skip: 0-d bool; where it is
+    true, weights and momentum stay as they are.
+    """
+    for batch in _batches(list(moments)):
+        updates = []
+        for weight in batch:
+            assert weight.grad is not None
+            gradient, momentum = _local(weight.grad) / gradient_divisor, _local(moments[weight])
+            momentum.copy_(torch.where(skip, momentum, momentum.lerp(gradient, 1 - MOMENTUM)))
+            updates.append(whole(_sharded(gradient.lerp(momentum, MOMENTUM), weight)).bfloat16())
+        for weight, update in zip(batch, orthogonalized(torch.stack(updates)), strict=True):
+            local, size = _local(weight), rate * SCALE * math.sqrt(max(weight.shape))
+            new = local * (1 - rate * weight_decay) - size * _local(shard_of(update, weight))
+            local.copy_(torch.where(skip, local, new))
+
+
+def orthogonalized(matrices: Tensor) -> Tensor:
+    """[B, R, C] in bfloat16, each with singular values between about 0.7 and 1.2 and the same singular vectors."""
+    a, b, c = COEFFICIENTS
+    x = matrices.mT if matrices.shape[1] > matrices.shape[2] else matrices
+    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=EPSILON)
+    for _ in range(ITERATIONS):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if matrices.shape[1] > matrices.shape[2] else x
+
+
+def _batches(matrices: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """`matrices` in batches of one shape, with at most AT_ONCE elements or one matrix."""
+    for shape in dict.fromkeys(matrix.shape for matrix in matrices):
+        alike = [matrix for matrix in matrices if matrix.shape == shape]
+        count = max(1, AT_ONCE // shape.numel())
+        yield from (alike[i : i + count] for i in range(0, len(alike), count))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _sharded(local: Tensor, like: Tensor) -> Tensor:
+    """This rank's part of a tensor that is sharded like `like`, as a sharded tensor; `local` if `like` is whole."""
+    if not isinstance(like, DTensor):
+        return local
+    return DTensor.from_local(local, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
