@@ -9,9 +9,10 @@ r"""Throughput, memory and energy of whole training steps for any configurations
 Each variant is the trainer itself on its real data. Variants alternate, and each is rebuilt in each of `--rounds`.
 Printed for each variant: the median step of all rounds as tokens/s, its spread over rounds, MFU
 (sparsellm/runs/mfu.py), peak memory, memory between steps (`states`: weights and moments) and its ratio to the
-expected value (12 bytes per parameter, sharded by runtime.shard), the fraction of the step in which the host waited for
-data, the energy per token of all GPUs (NVML's counter over the measured steps), nonzeros per token and layer, each
-layer's engine after the last step, and with --trace the fraction of a traced step in which the GPU ran only NCCL.
+expected value (12 bytes per parameter, 8 where Muon updates it, sharded by runtime.shard), the fraction of the step in
+which the host waited for data, the energy per token of all GPUs (NVML's counter over the measured steps), nonzeros per
+token and layer, each layer's engine after the last step, and with --trace the fraction of a traced step in which the
+GPU ran only NCCL.
 Ratios are to the first variant at the same micro-batch. On one GPU, a variant that runs out of memory is shown as OOM,
 and the others continue.
 
@@ -43,7 +44,17 @@ from scripts.benchmarks.harness import cell
 from sparsellm import data
 from sparsellm.benchmark.phases import prepared_trainer
 from sparsellm.benchmark.timing import energy_mj
-from sparsellm.config import Config, ConfigError, Precision, Shard, from_overrides, parameters, ranks_that_share
+from sparsellm.config import (
+    FLOAT32,
+    Config,
+    ConfigError,
+    Precision,
+    Shard,
+    from_overrides,
+    moments,
+    parameters,
+    ranks_that_share,
+)
 from sparsellm.distributed.groups import Ranks, process_group, world_size_from_environment
 from sparsellm.runs.mfu import mfu, peak_flops
 from sparsellm.training import micro_batch, plans
@@ -184,7 +195,8 @@ def states_between_steps(config: Config) -> float:
     """Estimated bytes of weights and moments held by each rank between steps."""
     world_size = world_size_from_environment()
     sharing = ranks_that_share(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
-    return 12 * parameters(config.model) / (1 if config.runtime.shard == Shard.none else sharing)
+    elements = parameters(config.model) + moments(config.model, config.optimizer.muon)
+    return FLOAT32 * elements / (1 if config.runtime.shard == Shard.none else sharing)
 
 
 def rows(runs: list[tuple[str, Config]], results: list[list[dict | None]], peak: float | None) -> list[dict]:

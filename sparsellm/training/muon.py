@@ -41,10 +41,12 @@ def step(
             assert weight.grad is not None
             gradient, momentum = _local(weight.grad) / gradient_divisor, _local(moments[weight])
             momentum.copy_(torch.where(skip, momentum, momentum.lerp(gradient, 1 - MOMENTUM)))
-            updates.append(whole(_sharded(gradient.lerp(momentum, MOMENTUM), weight)).bfloat16())
+            updates.append(whole(_sharded(gradient.lerp(momentum, MOMENTUM).bfloat16(), weight)))
         for weight, update in zip(batch, orthogonalized(torch.stack(updates)), strict=True):
             local, size = _local(weight), rate * SCALE * math.sqrt(max(weight.shape))
-            new = local * (1 - rate * weight_decay) - size * _local(shard_of(update, weight))
+            decayed = local * (1 - rate * weight_decay)
+            # With alpha the bfloat16 update is multiplied in float32; `size * update` would be rounded to bfloat16.
+            new = decayed.sub_(_local(shard_of(update, weight)), alpha=size)
             local.copy_(torch.where(skip, local, new))
 
 

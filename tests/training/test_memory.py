@@ -60,11 +60,13 @@ def test_the_arithmetic_gives_what_was_measured(way, experiment, micro_batch, me
     assert found == pytest.approx(measured, rel=0.006)
 
 
-@pytest.mark.parametrize("ranks", [1, 8])
-def test_a_start_is_refused_by_the_state_that_a_step_holds(ranks):
-    config = from_overrides(["experiment=1p5b", "runtime.shard=full"])
+@pytest.mark.parametrize(("ranks", "muon"), [(1, False), (8, False), (8, True)])
+def test_a_start_is_refused_by_the_state_that_a_step_holds(ranks, muon):
+    config = from_overrides(["experiment=1p5b", "runtime.shard=full", f"optimizer.muon={muon}"])
     found = step_memory(config, ranks, Sharing(ranks)).usage(1, [None] * config.model.num_layers)
-    assert found.weights + found.gradients + found.optimizer == state_bytes(config.model, config.runtime.shard, ranks)
+    assert found.weights + found.gradients + found.optimizer == state_bytes(
+        config.model, config.runtime.shard, ranks, muon
+    )
 
 
 @pytest.mark.parametrize(("overrides", "engine", "measured"), RECOMPUTED)
