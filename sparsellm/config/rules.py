@@ -23,6 +23,8 @@ from sparsellm.config.schema import (
     DdpCompress,
     Device,
     DistillConfig,
+    Float8,
+    Float8Recipe,
     Kernels,
     L1Schedule,
     LoggingConfig,
@@ -71,6 +73,7 @@ def mistakes(config: Config, world_size: int | None = None) -> list[str]:
         *_sparsity_mistakes(sparsity, model.gated, training),
         *_distill_mistakes(config.distill),
         *_runtime_mistakes(runtime, training.steps, ranks),
+        *_float8_mistakes(model, sparsity, runtime),
         *kernel_mistakes("runtime.kernels", runtime.kernels, obstacles_to_kernels(runtime, sparsity.activation)),
         *name_mistakes("run.name", config.run.name),
         *_data_mistakes(config.data, training.sequence_length),
@@ -383,6 +386,44 @@ def _compression_mistakes(runtime: RuntimeConfig, world_size: int) -> list[str]:
     else:
         return []
     return [f"runtime.ddp_compress={runtime.ddp_compress.name}, but {obstacle}: use runtime.ddp_compress=none"]
+
+
+def sizes_in_float8(model: ModelConfig, feedforward: bool = True) -> dict[str, int]:
+    """The dimensions of the weights of attention and, if `feedforward`, of the feedforward layers, by name."""
+    return {
+        "model.hidden_size": model.hidden_size,
+        "the width of all query heads": model.num_heads * model.head_width,
+        "the width of all key/value heads": model.kv_heads * model.head_width,
+    } | ({"model.intermediate_size": model.intermediate_size} if feedforward else {})
+
+
+def _float8_mistakes(model: ModelConfig, sparsity: SparsityConfig, runtime: RuntimeConfig) -> Iterator[str]:
+    if runtime.float8 is None:
+        if runtime.float8_recipe != Float8Recipe.tensorwise:
+            yield (
+                f"runtime.float8_recipe is {runtime.float8_recipe.name} without FP8: add runtime.float8=attention, or"
+                " leave it out"
+            )
+        return
+    from sparsellm.ops import float8
+
+    setting, feedforward = f"runtime.float8={runtime.float8.name}", runtime.float8 == Float8.all
+    if runtime.precision != Precision.bfloat16:
+        yield f"{setting} with runtime.precision={runtime.precision.name}: use runtime.precision=bfloat16"
+    for name, size in sizes_in_float8(model, feedforward).items():
+        if size % float8.MULTIPLE:
+            yield f"{name} is {size} with {setting}: it should be a multiple of {float8.MULTIPLE}"
+    if feedforward and sparsity.activation == Activation.relu:
+        if runtime.kernels != Kernels.torch:
+            yield (
+                f"{setting} trains ReLU layers without the sparse kernels: add runtime.kernels=torch, or use"
+                " runtime.float8=attention"
+            )
+        if sparsity.relu_tokens:
+            yield f"{setting} with sparsity.relu_tokens: use runtime.float8=attention, or sparsity.relu_tokens=0"
+    obstacle = "runtime.device=cpu has no FP8" if runtime.device == Device.cpu else float8.obstacle()
+    if obstacle is not None:
+        yield f"{setting} does not run here: {obstacle}"
 
 
 def name_mistakes(key: str, name: str | None) -> list[str]:

@@ -77,6 +77,20 @@ class Kernels(Enum):
         return self in (Kernels.cuda, Kernels.triton)
 
 
+class Float8(Enum):
+    """Linear layers that train in FP8."""
+
+    attention = "attention"  # attention's projections
+    all = "all"  # feedforward layers too
+
+
+class Float8Recipe(Enum):
+    """What shares a scale in FP8 training: a whole tensor, or one row of it."""
+
+    tensorwise = "tensorwise"
+    rowwise = "rowwise"
+
+
 class DdpCompress(Enum):
     none = "none"  # gradients are all-reduced in float32
     bf16 = "bf16"  # gradients are rounded to bfloat16, which halves the bytes
@@ -257,6 +271,12 @@ class RuntimeConfig:
         Kernels.auto,
         "Sparse kernels. auto: those that this GPU can run, otherwise PyTorch (also in deterministic, float32 and SiLU "
         "runs); cuda, triton: required; torch: none.",
+    )
+    float8: Float8 | None = key(
+        None, "Linear layers that train in FP8 by torchao. all: without the sparse kernels. null: none; bfloat16."
+    )
+    float8_recipe: Float8Recipe = key(
+        Float8Recipe.tensorwise, "FP8 scales by torchao. tensorwise: fastest; rowwise: smaller rounding errors."
     )
     calibrate: bool = key(
         True, "Measure each engine's cost once per GPU model and layer shape. false: use cached costs or an H200's."

@@ -49,7 +49,7 @@ from sparsellm.runs.wandb_record import WandbRun
 from sparsellm.system.console import warn
 from sparsellm.system.energy import EnergyMeter
 from sparsellm.system.errors import SparsellmError, one_line
-from sparsellm.training import sharding, warm_start
+from sparsellm.training import float8, sharding, warm_start
 from sparsellm.training.distillation import Teacher
 from sparsellm.training.memory import Gpu, StepMemory
 from sparsellm.training.micro_batch import MicroBatch
@@ -115,6 +115,8 @@ class Trainer:
             _agree_on_kernels(ranks.rank)
             if backend.loaded():
                 self.plans = Plans(model, training, runtime, self.decoder, ranks)
+        if runtime.float8 is not None:
+            float8.convert(self.decoder, runtime.float8, runtime.float8_recipe)
         if runtime.compile:
             self.decoder.compile_parts()
         self.model = sharding.distributed(self.decoder, runtime, model.init_std, ranks)

@@ -19,7 +19,7 @@ from sparsellm.config import (
     ranks_that_share,
     state_bytes,
 )
-from sparsellm.ops import build
+from sparsellm.ops import build, float8
 
 
 def of_memory(config, ranks_here, world_size):
@@ -154,6 +154,51 @@ def test_kernels_that_could_never_run_are_refused_and_auto_goes_without(override
 
     assert found("cuda") == [f"runtime.kernels=cuda, but {obstacle}: change it, or use runtime.kernels=auto"]
     assert found("auto") == found("torch") == []
+
+
+FLOAT8 = ["experiment=smoke", "runtime.precision=bfloat16", "runtime.device=auto", "runtime.float8=attention"]
+ALL = "runtime.float8=all"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["runtime.precision=float32"], "runtime.float8=attention with runtime.precision=float32: use .*=bfloat16"),
+        (["model.num_heads=16"], None),
+        (["model.head_dim=8", "model.num_key_value_heads=1"], "all key/value heads is 8 with .*: .* a multiple of 16"),
+        ([ALL], "float8=all trains ReLU layers without the sparse kernels: add runtime.kernels=torch, or use"),
+        ([ALL, "runtime.kernels=torch"], None),
+        ([ALL, "sparsity=dense_silu"], None),
+        (
+            [ALL, "sparsity=dense_silu", "model.intermediate_size=504"],
+            "intermediate_size is 504 with .* multiple of 16",
+        ),
+        ([ALL, "runtime.kernels=torch", "sparsity.relu_tokens=9"], "relu_tokens: use runtime.float8=attention, or"),
+        (["runtime.float8=null", "runtime.float8_recipe=rowwise"], "float8_recipe is rowwise without FP8: add"),
+        (["runtime.device=cpu"], "runtime.float8=attention does not run here: runtime.device=cpu has no FP8"),
+    ],
+)
+def test_float8_is_refused_where_a_layer_cannot_have_it(overrides, message, monkeypatch):
+    monkeypatch.setattr(float8, "obstacle", lambda: None)
+    found = [each for each in mistakes(from_overrides([*FLOAT8, *overrides]), 1) if "float8" in each]
+    assert len(found) == (message is not None)
+    assert message is None or re.search(message, found[0]), found
+
+
+def test_float8_is_refused_with_the_machines_own_reason(monkeypatch):
+    def refusal():
+        (found,) = (each for each in mistakes(from_overrides(FLOAT8), 1) if "float8" in each)
+        return found
+
+    monkeypatch.setattr(float8, "find_spec", lambda _name: None)
+    assert "the package torchao is not installed: install it with `pip install torchao`" in refusal()
+    monkeypatch.setattr(float8, "find_spec", lambda _name: object())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "torch sees no GPU" in refusal()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
+    assert "NVIDIA A100 has no FP8, which needs compute capability 8.9 or higher" in refusal()
 
 
 def test_kernels_are_refused_with_the_machines_own_reason(monkeypatch):
