@@ -10,10 +10,22 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from sparsellm.benchmark.report import PHASES, size
-from sparsellm.figures import BLUE, GREY, ORANGE, STYLE, from_zero, legend_above, legend_below, plain, saved, written
+from sparsellm.benchmark.report import DENSE_FP8, PHASES, size
+from sparsellm.figures import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    STYLE,
+    from_zero,
+    legend_above,
+    legend_below,
+    plain,
+    saved,
+    written,
+)
 
-COLORS = {"kernels": BLUE, "PyTorch": GREY, "baseline": ORANGE}
+COLORS = {"kernels": BLUE, "PyTorch": GREY, "baseline": ORANGE, DENSE_FP8: GREEN}
 WIDTH, HEIGHT = 2.9, 2.5  # inches, per panel
 MOST_COLUMNS = 5
 Row = dict[str, Any]
@@ -27,7 +39,9 @@ def draw(results: Row) -> bytes:
         *((phase, "mj_per_token", 1, f"{phase}, mJ per token") for phase in PHASES),
     ]
     measured = [side for row in rows for side in row["sides"].values()]
-    panels = [partial(_bars, rows, *each) for each in bars if any(s[each[0]] and s[each[0]][each[1]] for s in measured)]
+    panels = [
+        partial(_bars, rows, *each) for each in bars if any(s.get(each[0]) and s[each[0]][each[1]] for s in measured)
+    ]
     if any(row["layer_speeds"] for row in rows):
         panels.append(partial(_layers, rows))
     lines = -(-len(panels) // MOST_COLUMNS)

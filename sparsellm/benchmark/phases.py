@@ -25,6 +25,7 @@ from sparsellm.config import (
     BenchmarkConfig,
     Config,
     Device,
+    Float8,
     Kernels,
     OptimizerConfig,
     Precision,
@@ -37,7 +38,7 @@ from sparsellm.hf import conversion
 from sparsellm.inference.accelerate import accelerate
 from sparsellm.inference.generation import Generator, Sampling
 from sparsellm.model import Decoder
-from sparsellm.ops import backend
+from sparsellm.ops import backend, float8
 from sparsellm.training import sharding
 from sparsellm.training.loop import Trainer
 from sparsellm.training.memory import give_back
@@ -55,6 +56,7 @@ class Side(NamedTuple):
 
     subject: Subject
     kernels: bool  # with the kernels that this process has loaded; False: with PyTorch
+    float8: bool = False  # linear layers in FP8, by torchao
 
 
 Sides = dict[str, Side]
@@ -143,6 +145,7 @@ def training_config(side: Side, config: BenchmarkConfig, device: torch.device) -
             precision=Precision.bfloat16 if on_gpu else Precision.float32,
             compile=on_gpu,
             kernels=Kernels[_kernels(side) or "torch"],
+            float8=Float8.all if side.float8 else None,
             micro_batch_size=config.micro_batch_size,
         ),
     )
@@ -167,6 +170,8 @@ def forward(sides: Sides, stock: dict[str, Any], config: BenchmarkConfig, device
         model = sharing_copy(stock[side.subject.identity])
         if kernels := _kernels(side):
             accelerate(model, kernels)
+        if side.float8:
+            float8.quantize_linears(model.model.layers)
         if device.type == "cuda":
             for layer in model.model.layers:
                 layer.compile(dynamic=False)

@@ -16,6 +16,7 @@ from sparsellm.system.files import write_whole
 BENCHMARK_MD, BENCHMARK_PNG = "benchmark.md", "benchmark.png"  # in the folder of BENCHMARK_JSON
 PHASES = ("forward", "training", "prefill", "decode")
 OUT_OF_MEMORY = "out of memory"
+DENSE_FP8 = "dense FP8"  # the side whose linear layers compute in FP8: the baseline's, if there is one
 
 FIRST = 3  # columns that identify a row: model, size, and what computes the model
 
@@ -36,7 +37,7 @@ def reference(checkpoint: Row) -> str:
 
 def ratio(checkpoint: Row, side: str, phase: str, key: str) -> float | None:
     """A value of `side` divided by the reference's; None for the reference itself or if a value is missing."""
-    base, own = (checkpoint["sides"][name][phase] for name in (reference(checkpoint), side))
+    base, own = (checkpoint["sides"][name].get(phase) for name in (reference(checkpoint), side))
     if side == reference(checkpoint) or not (own and own[key] and base and base[key]):
         return None
     return own[key] / base[key]
@@ -89,6 +90,8 @@ def notes(results: Row) -> list[str]:
             f"layers: each measured alone on {' or '.join(of_layers)} tokens, compared with PyTorch (eager or"
             f" compiled, the faster)"
         )
+    if any(DENSE_FP8 in row["sides"] for row in rows):
+        found.append(f"{DENSE_FP8}: every linear layer by torchao (forward: scales per row; training: per tensor)")
     found += [
         f"{row['name']}: correlation of speedup and nonzeros over layers: {row['correlation_with_nonzeros']:+.2f}"
         for row in rows
@@ -113,7 +116,8 @@ def _sides(results: Row) -> list[tuple[Row, str]]:
 
 
 def _of(row: Row, side: str, phase: str, key: str) -> float | None:
-    return row["sides"][side][phase] and row["sides"][side][phase][key]
+    measured = row["sides"][side].get(phase)
+    return measured and measured[key]
 
 
 def size(parameters: int) -> str:
@@ -121,14 +125,18 @@ def size(parameters: int) -> str:
     return f"{parameters / 1e9:.2f}B" if parameters >= 1e8 else f"{parameters / 1e6:.3g}M"
 
 
+def _model_of(row: Row, side: str) -> Row:
+    return row["baseline"] or row if side in ("baseline", DENSE_FP8) else row
+
+
 def _first_cells(row: Row, side: str) -> list[str]:
     """The cells that identify a row: model, size, and what computes the model."""
-    model = row["baseline"] if side == "baseline" else row
+    model = _model_of(row, side)
     return [model["name"], size(model["parameters"]), f"PyTorch, {model['activation']}" if side == "baseline" else side]
 
 
 def _cell(row: Row, side: str, phase: str, key: str, spelled: Callable[[float], str]) -> str:
-    if row["sides"][side][phase] is None:
+    if row["sides"][side].get(phase, {}) is None:
         return OUT_OF_MEMORY
     value, relative = _of(row, side, phase, key), ratio(row, side, phase, key)
     if value is None:
@@ -153,8 +161,10 @@ def _speeds(results: Row) -> Table:
     titles = [title for title, *_ in measured]
     table = [["checkpoint", "parameters", "on", "nonzeros", *titles, "held-out loss", "accuracy"]]
     for row, side in _sides(results):
-        scores = (row["baseline"] if side == "baseline" else row)["scores"] or {"mean": None, "validation_loss": None}
-        dense = side == "baseline" or row["nonzeros"] is None
+        model, scores = _model_of(row, side), {"mean": None, "validation_loss": None}
+        if side != DENSE_FP8:  # `evaluate` scored these weights, but not in FP8
+            scores = model["scores"] or scores
+        dense = model is not row or row["nonzeros"] is None
         table.append([
             *_first_cells(row, side),
             "-" if dense else f"{statistics.mean(row['nonzeros']):,.1f}",

@@ -9,9 +9,9 @@ from sparsellm.benchmark import phases, report
 from sparsellm.benchmark.phases import Side, Sides
 from sparsellm.benchmark.subject import BenchmarkError, Subject, dtype_on
 from sparsellm.benchmark.timing import energy_mj
-from sparsellm.config import Activation, BenchmarkConfig, ConfigError, Kernels, benchmark_mistakes
+from sparsellm.config import Activation, BenchmarkConfig, ConfigError, Kernels, benchmark_mistakes, sizes_in_float8
 from sparsellm.distributed.groups import Ranks, device_type, process_group
-from sparsellm.ops import backend
+from sparsellm.ops import backend, float8
 from sparsellm.runs.layout import BENCHMARK
 from sparsellm.runs.locate import locate, text_mistakes
 from sparsellm.runs.precision import computation, default_on, dtype_name
@@ -46,6 +46,8 @@ def benchmark(config: BenchmarkConfig) -> tuple[dict[str, Any], Path]:
         missing, dtype = _without_kernels(config, ranks.device), dtype_on(ranks.device)
         obstacle = missing[0].removeprefix("no kernels: ") if missing else None
         warn(computation(dtype, default_on(ranks.device.type), obstacle))
+        on_gpu = ranks.device.type == "cuda"
+        no_float8 = float8.obstacle()
         measured = []
         for i, name in enumerate(config.checkpoint):
             subject = Subject.open(locate(name), config)
@@ -53,12 +55,13 @@ def benchmark(config: BenchmarkConfig) -> tuple[dict[str, Any], Path]:
             if config.baseline:
                 baseline = Subject.open(locate(config.baseline[i]), config, subject.blocks.shape[1]).limited_to(subject)
                 subject = subject.limited_to(baseline)
-            measured.append(_measure(subject, baseline, not missing, config, ranks))
+            measured.append(_measure(subject, baseline, not missing, on_gpu and no_float8 is None, config, ranks))
+        if on_gpu and no_float8 is not None:
+            missing.append(f"no dense FP8: {no_float8}")
         if energy_mj(ranks.device) is None:
             missing.append(
                 "no energy: " + ("not measured on a CPU" if ranks.device.type == "cpu" else "NVML has no counter")
             )
-        on_gpu = ranks.device.type == "cuda"
         results = provenance() | {
             "device": torch.cuda.get_device_name(ranks.device) if on_gpu else "CPU",
             "torch": torch.__version__,
@@ -111,13 +114,16 @@ def _without_kernels(config: BenchmarkConfig, device: torch.device) -> list[str]
 
 
 def _measure(
-    subject: Subject, baseline: Subject | None, kernels: bool, config: BenchmarkConfig, ranks: Ranks
+    subject: Subject, baseline: Subject | None, kernels: bool, in_float8: bool, config: BenchmarkConfig, ranks: Ranks
 ) -> dict[str, Any]:
     """All measurements of one checkpoint, for JSON. Raises BenchmarkError if it cannot be measured."""
     from sparsellm.analysis import activity, numbers, speed
 
     sparse = subject.activation == Activation.relu
     sides: Sides = {"kernels": Side(subject, True)} if kernels and sparse else {}
+    dense = baseline or subject
+    if in_float8 and not any(size % float8.MULTIPLE for size in sizes_in_float8(dense.config).values()):
+        sides[report.DENSE_FP8] = Side(dense, False, float8=True)
     sides["PyTorch"] = Side(subject, False)
     if baseline is not None:
         sides["baseline"] = Side(baseline, False)
@@ -138,7 +144,8 @@ def _measure(
         del stock
         give_back()
         say(f"sparsellm: {subject.name}: generation")
-        rates |= phases.generation(sides, config, ranks.device)
+        generating = {name: side for name, side in sides.items() if not side.float8}
+        rates |= phases.generation(generating, config, ranks.device)
     except torch.OutOfMemoryError as error:
         raise BenchmarkError(
             f"{subject.name}: out of memory: lower sequences={config.sequences} or prompts={config.prompts}"
@@ -153,7 +160,9 @@ def _measure(
         "sequence_length": subject.blocks.shape[1],
         "nonzeros": nonzeros,
         "baseline": None if baseline is None else baseline.described(),
-        "sides": {name: {phase: rates[phase][name] for phase in report.PHASES} for name in sides},
+        "sides": {
+            name: {phase: rates[phase][name] for phase in report.PHASES if name in rates[phase]} for name in sides
+        },
         "layer_speeds": layers,
         "correlation_with_nonzeros": layers and numbers.correlation(layers),
     }

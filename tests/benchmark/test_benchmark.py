@@ -6,6 +6,7 @@ import shutil
 from dataclasses import replace
 from functools import partial
 
+import float8_stand_in
 import pytest
 import torch
 from evaluation.conftest import LAST
@@ -178,6 +179,39 @@ def test_every_phase_takes_the_kernels_that_are_loaded(run, kernels, monkeypatch
     assert taken == ["triton"] * 3
     about = {"device": "A100", "torch": "2.11", "dtype": "bfloat16", "compiled": True, "text": "held-out"}
     assert ", the Triton kernels; held-out" in report.measured_on(about | {"kernels": "the Triton kernels"})
+
+
+def test_dense_fp8_is_the_dense_model_with_rounded_weights_and_is_not_generated(run, monkeypatch):
+    float8_stand_in.install(monkeypatch)
+    ours = Subject.open(locate(str(run)), BenchmarkConfig(sequences=2))
+    sides = {"dense FP8": phases.Side(ours, False, float8=True), "PyTorch": phases.Side(ours, False)}
+    assert phases.training_config(sides["dense FP8"], BenchmarkConfig(), CPU).runtime.float8.name == "all"
+    assert phases.training_config(sides["PyTorch"], BenchmarkConfig(), CPU).runtime.float8 is None
+    stock, share, seen = phases.stock_model(ours, CPU), phases.sharing_copy, []
+    before = {name: weight.clone() for name, weight in stock.state_dict().items()}
+    monkeypatch.setattr(phases, "sharing_copy", lambda model: seen.append(share(model)) or seen[-1])
+    rates = phases.forward(sides, {ours.identity: stock}, BenchmarkConfig(seconds=0.01), CPU)
+    assert all(rate["tokens_per_s"] > 0 for rate in rates.values())
+    rounded, exact = (model.state_dict() for model in seen)
+    changed = {name for name, weight in before.items() if not torch.equal(rounded[name], weight)}
+    assert changed == {name for name in before if "_proj.weight" in name}
+    assert all(torch.equal(exact[name], weight) for name, weight in before.items())
+
+
+def test_dense_fp8_has_no_scores_and_no_decoding_in_the_tables():
+    rate = {"tokens_per_s": 2000.0, "mj_per_token": 1.0, "peak_bytes": 2**30}
+    model = {"name": "A", "checkpoint": "A", "parameters": 10**9, "activation": "relu"}
+    scores = {"mean": 0.5, "tasks": {}, "validation_loss": 2.5}
+    sides = {"dense FP8": {"forward": rate, "training": None}, "PyTorch": dict.fromkeys(report.PHASES, rate)}
+    row = model | {"sides": sides, "baseline": None, "nonzeros": [3.0], "scores": scores, "layer_speeds": None}
+    row |= {"sequences": 1, "sequence_length": 8, "correlation_with_nonzeros": None}
+    results = {"checkpoints": [row], "micro_batch_size": 1, "missing": [], "device": "GPU", "torch": "2"}
+    speeds, energies = report.tables(results)
+    assert speeds[1] == ["A", "1.00B", "dense FP8", "3.0", "2.0 (1.00x)", "out of memory", "out of memory", *"----"]
+    assert speeds[2][-2:] == ["2.5000", "0.5000"]
+    assert energies[1] == ["A", "1.00B", "dense FP8", "1 (1.00x)", "out of memory", "-", "-"]
+    assert any(note.startswith("dense FP8: every linear layer by torchao") for note in report.notes(results))
+    assert figure.draw(results).startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
