@@ -37,6 +37,7 @@ class LinearFeedForward(nn.Module):
 def convert(decoder: Decoder, layers: Float8, recipe: Float8Recipe) -> None:
     """Make `layers` of `decoder` compute in FP8, in place. Call this before the decoder is compiled, replicated or
     sharded. Float8.all: no kernels may compute the feedforward layers."""
+    layer: Any
     for layer in decoder.layers:
         float8.train_linears(layer.self_attn, recipe.name)
         if layers == Float8.all:
