@@ -128,20 +128,52 @@ struct Statistics {
   const Tensor l1, fired, all_counts;
 };
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gate_pack(Tensor x, Tensor w) {
-  const Call call("gate_pack", x);
-  const int64_t m = x.size(0), n = w.size(0), column_tiles = (n + kColumnTile - 1) / kColumnTile;
+using Packed = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+// Allocates the packed gate of m tokens and n neurons, which `pack` fills, and returns its tensors.
+template <typename Pack>
+Packed packed_by(const Call& call, int64_t m, int64_t n, Pack pack) {
+  const int64_t column_tiles = (n + kColumnTile - 1) / kColumnTile;
   const auto int32 = [&](const std::vector<int64_t>& sizes) { return call.empty(sizes, aoti_torch_dtype_int32()); };
   const Tensor words = int32({m, kTileWords / kSectorWords, column_tiles, kSectorWords}), wide = call.bf16({m, n});
   const Tensor mask = int32({(m + kTokenTile - 1) / kTokenTile, column_tiles * kColumnTile / 32});
   const Tensor row_counts = int32({sparsellm::row_counts_length(m, n)});
   const Statistics counted(call, n);
-  call.check(sparsellm::pack(
-      call.data(x), call.data(w), m, x.size(1), n,
-      {call.data<uint32_t>(words), call.data(wide), call.data<uint32_t>(mask), call.data<int32_t>(row_counts),
-       call.data<uint8_t>(counted.fired), call.data<int64_t>(counted.all_counts)},
-      call.stream()));
+  call.check(pack({call.data<uint32_t>(words), call.data(wide), call.data<uint32_t>(mask),
+                   call.data<int32_t>(row_counts), call.data<uint8_t>(counted.fired),
+                   call.data<int64_t>(counted.all_counts)}));
   return {words, wide, mask, part_of(row_counts, 0, m), counted.fired, counted.counts()};
+}
+
+Packed gate_pack(Tensor x, Tensor w) {
+  const Call call("gate_pack", x);
+  const int64_t m = x.size(0), n = w.size(0);
+  return packed_by(call, m, n, [&](const sparsellm::PackedGate& out) {
+    return sparsellm::pack(call.data(x), call.data(w), m, x.size(1), n, out, call.stream());
+  });
+}
+
+sparsellm::Float8Gate float8_of(const Call& call, const Tensor& x, const Tensor& x_scales, const Tensor& w,
+                                const Tensor& w_scales) {
+  return {call.data(x), call.data<float>(x_scales), call.data(w), call.data<float>(w_scales)};
+}
+
+Packed gate_pack_float8(Tensor x, Tensor x_scales, Tensor w, Tensor w_scales) {
+  const Call call("gate_pack_float8", x);
+  const int64_t m = x.size(0), n = w.size(0);
+  return packed_by(call, m, n, [&](const sparsellm::PackedGate& out) {
+    return sparsellm::pack_float8(float8_of(call, x, x_scales, w, w_scales), m, x.size(1), n, out, call.stream());
+  });
+}
+
+std::tuple<Tensor, Tensor> quantize_rows(Tensor from) {
+  const Call call("quantize_rows", from);
+  const int64_t rows = from.size(0), columns = from.size(1);
+  const Tensor values = call.empty({rows, columns}, aoti_torch_dtype_float8_e4m3fn());
+  const Tensor scales = call.empty({rows}, aoti_torch_dtype_float32());
+  call.check(sparsellm::quantize_rows(call.data(from), rows, columns, values.data_ptr(),
+                                      static_cast<float*>(scales.data_ptr()), call.stream()));
+  return {values, scales};
 }
 
 // Returns y and, if `counting`, the statistics. If not `counting`, the statistics go to the workspace, because the host
@@ -159,10 +191,8 @@ std::vector<Tensor> row_forward(Tensor x, OptionalTensor w_gate, Tensor w_up, Te
   return counting ? std::vector{y, counted->l1, counted->fired, counted->counts()} : std::vector{y};
 }
 
-Results tile_forward(Tensor x, OptionalTensor w_gate, Tensor w_up, Tensor w_down_t, int64_t capacity,
-                     std::optional<int64_t> long_capacity, bool ordered, bool saving) {
-  const Call call("tile_forward", x);
-  const Layer a = layer_of(call, x, w_gate, w_up, w_down_t);
+Results tile_results(const Call& call, const Layer& a, int64_t capacity, std::optional<int64_t> long_capacity,
+                     bool ordered, bool saving) {
   if (capacity < 1 || capacity > sparsellm::tile_max_capacity()) {
     refuse("tile_forward", "capacity is " + std::to_string(capacity) + ": it should be 1 to limit('tile capacity')");
   }
@@ -174,6 +204,22 @@ Results tile_forward(Tensor x, OptionalTensor w_gate, Tensor w_up, Tensor w_down
   call.check(sparsellm::tile_forward(a, shape, workspace.data_ptr(), saving ? saved.data_ptr() : nullptr,
                                      counted.result(y.data_ptr()), call.stream()));
   return {y, counted.l1, counted.fired, counted.counts(), saved};
+}
+
+Results tile_forward(Tensor x, OptionalTensor w_gate, Tensor w_up, Tensor w_down_t, int64_t capacity,
+                     std::optional<int64_t> long_capacity, bool ordered, bool saving) {
+  const Call call("tile_forward", x);
+  return tile_results(call, layer_of(call, x, w_gate, w_up, w_down_t), capacity, long_capacity, ordered, saving);
+}
+
+// w_thresholded: w_gate, or w_up of a non-gated layer, in FP8; like x_values, it has scales per row.
+Results tile_forward_float8(Tensor x, OptionalTensor w_gate, Tensor w_up, Tensor w_down_t, Tensor x_values,
+                            Tensor x_scales, Tensor w_thresholded, Tensor w_scales, int64_t capacity, bool ordered) {
+  const Call call("tile_forward_float8", x);
+  const sparsellm::Float8Gate float8 = float8_of(call, x_values, x_scales, w_thresholded, w_scales);
+  Layer a = layer_of(call, x, w_gate, w_up, w_down_t);
+  a.float8 = &float8;
+  return tile_results(call, a, capacity, std::nullopt, ordered, false);
 }
 
 sparsellm::TileShape shape_of_saved(const char* op, const Tensor& saved, int64_t m, int64_t k, int64_t n, bool gated) {
@@ -278,10 +324,18 @@ STABLE_TORCH_LIBRARY(sparsellm_cuda, library) {
   library.def(
       "gate_pack(Tensor x, Tensor w) -> (Tensor words, Tensor wide, Tensor mask, Tensor row_counts, Tensor fired, "
       "Tensor counts)");
+  library.def(
+      "gate_pack_float8(Tensor x, Tensor x_scales, Tensor w, Tensor w_scales) -> (Tensor words, Tensor wide, Tensor "
+      "mask, Tensor row_counts, Tensor fired, Tensor counts)");
+  library.def("quantize_rows(Tensor x) -> (Tensor values, Tensor scales)");
   library.def("row_forward(Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down_t, bool counting) -> Tensor[]");
   library.def(
       "tile_forward(Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down_t, int capacity, int? long_capacity, "
       "bool ordered, bool saving) -> (Tensor y, Tensor l1, Tensor fired, Tensor counts, Tensor saved)");
+  library.def(
+      "tile_forward_float8(Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down_t, Tensor x_values, Tensor x_scales, "
+      "Tensor w_thresholded, Tensor w_scales, int capacity, bool ordered) -> (Tensor y, Tensor l1, Tensor fired, "
+      "Tensor counts, Tensor saved)");
   library.def(
       "tile_backward(Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down_t, Tensor dy, Tensor dl1, Tensor saved, "
       "bool float_weights) -> Tensor[]");
@@ -299,8 +353,11 @@ STABLE_TORCH_LIBRARY(sparsellm_cuda, library) {
 
 STABLE_TORCH_LIBRARY_IMPL(sparsellm_cuda, CUDA, library) {
   library.impl("gate_pack", TORCH_BOX(&gate_pack));
+  library.impl("gate_pack_float8", TORCH_BOX(&gate_pack_float8));
+  library.impl("quantize_rows", TORCH_BOX(&quantize_rows));
   library.impl("row_forward", TORCH_BOX(&row_forward));
   library.impl("tile_forward", TORCH_BOX(&tile_forward));
+  library.impl("tile_forward_float8", TORCH_BOX(&tile_forward_float8));
   library.impl("tile_backward", TORCH_BOX(&tile_backward));
   library.impl("tile_saved_field", TORCH_BOX(&tile_saved_field));
   library.impl("dense_forward", TORCH_BOX(&dense_forward));

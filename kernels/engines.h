@@ -32,6 +32,14 @@ constexpr int kSectorWords = 8;  // contiguous words of a segment: 32 bytes, one
 constexpr int kFewTokens = 64;
 constexpr int kManyTokens = 1536;
 
+// The operands of a gate product in FP8 (e4m3), with a scale per row: z[m, n] = x_scales[m] w_scales[n] (x w^T)[m, n].
+struct Float8Gate {
+  const void* x;          // e4m3 [M, K]; K is a multiple of 16
+  const float* x_scales;  // [M]
+  const void* w;          // e4m3 [N, K]
+  const float* w_scales;  // [N]
+};
+
 // One call of a layer. Gated: h = relu(x w_gate^T) * (x w_up^T). Non-gated (w_gate null): h = relu(x w_up^T).
 struct Layer {
   const void* x;         // bf16 [M, K]
@@ -39,6 +47,7 @@ struct Layer {
   const void* w_up;      // bf16 [N, K]
   const void* w_down_t;  // bf16 [N, K]: W_d stored by neuron
   int64_t m, k, n;
+  const Float8Gate* float8 = nullptr;  // if not null, tile_forward computes the thresholded product from these
 
   bool gated() const { return w_gate != nullptr; }
   const void* thresholded() const { return gated() ? w_gate : w_up; }  // the weight whose product passes the ReLU
@@ -154,6 +163,15 @@ struct PackedGate {
 int64_t row_counts_length(int64_t m, int64_t n);
 cudaError_t pack(const void* x, const void* w, int64_t m, int64_t k, int64_t n, const PackedGate& out,
                  cudaStream_t stream);
+
+// The same for e4m3 operands.
+cudaError_t pack_float8(const Float8Gate& gate, int64_t m, int64_t k, int64_t n, const PackedGate& out,
+                        cudaStream_t stream);
+
+// Rounds a bf16 matrix [rows, columns] to e4m3, with a scale per row, its largest magnitude / 448. columns is a multiple
+// of 8. values: e4m3 [rows, columns]; scales: [rows].
+cudaError_t quantize_rows(const void* from, int64_t rows, int64_t columns, void* values, float* scales,
+                          cudaStream_t stream);
 
 // Writes the transpose of `from` [rows, columns] to `to` [columns, rows]. Each matrix is float32 or bf16; bf16 to
 // float32 returns cudaErrorInvalidValue. rows and columns must be multiples of 8.

@@ -224,6 +224,12 @@ cudaError_t pack(const void* x, const void* w, int64_t m, int64_t k, int64_t n, 
                    false, stream);
 }
 
+cudaError_t pack_float8(const Float8Gate& gate, int64_t m, int64_t k, int64_t n, const PackedGate& out,
+                        cudaStream_t stream) {
+  const Packed packed = {out.words, out.wide, out.mask, out.row_counts, out.fired, out.counts};
+  return gate_pack_float8(gate, m, k, n, packed, kCountsLength, stream);
+}
+
 // ---- row
 
 int64_t row_workspace_bytes(int64_t m, int64_t k, int64_t n) {
@@ -298,7 +304,11 @@ cudaError_t tile_forward(const Layer& a, const TileShape& s, void* workspace, vo
   } else {
     plan.totals = totals_of(result.counts);  // gate_pack zeroes the totals
   }
-  SPARSELLM_TRY(gate_pack(a.x, a.thresholded(), a.m, a.k, a.n, w.packed, kCountsLength, false, stream));
+  if (a.float8 != nullptr) {
+    SPARSELLM_TRY(gate_pack_float8(*a.float8, a.m, a.k, a.n, w.packed, kCountsLength, stream));
+  } else {
+    SPARSELLM_TRY(gate_pack(a.x, a.thresholded(), a.m, a.k, a.n, w.packed, kCountsLength, false, stream));
+  }
   SPARSELLM_TRY(pack_rows(w.packed, a.m, a.n, plan, stream));
   if (s.ordered) {
     SPARSELLM_TRY(token_order(plan.rows, w.packed.row_counts, a.m, a.n, w.temporaries,

@@ -102,6 +102,10 @@ constexpr bool row_ffn_counts(int64_t m, int64_t k) { return m <= kCountedTokens
 cudaError_t gate_pack(const void* x, const void* w, int64_t m, int64_t k, int64_t n, const Packed& out, int64_t zeroed,
                       bool for_row, cudaStream_t stream);
 
+// The same for e4m3 operands with scales; K is a multiple of 16, and x and w are 16-byte aligned.
+cudaError_t gate_pack_float8(const Float8Gate& gate, int64_t m, int64_t k, int64_t n, const Packed& out, int64_t zeroed,
+                             cudaStream_t stream);
+
 // Packs a gate whose product x w^T is already in out.wide, bf16 [M, N]. Used from 65 to 1,535 tokens, for which the
 // caller's library multiplies faster than gate_pack. `zeroed`: as in gate_pack.
 constexpr bool packs_product(int64_t m) { return m > kFewTokens && m < kManyTokens; }

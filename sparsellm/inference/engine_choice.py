@@ -31,6 +31,7 @@ from torch import Tensor
 from sparsellm.ops import Engine, Plan, backend, cuda
 from sparsellm.ops.borders import FEW_TOKENS, MANY_TOKENS, fuses
 from sparsellm.ops.feedforward import check, fake_results, forward, in_forward_mode
+from sparsellm.ops.float8_gate import Float8Rows
 from sparsellm.policy import Policy
 from sparsellm.policy.costs import room_for
 
@@ -51,6 +52,14 @@ class NeuronMajor(NamedTuple):
     weight: Tensor  # [N, K], the dtype of w_down
     source: Tensor  # w_down itself, kept alive so that its address is not reused
     state: tuple[int, int]  # `state_of(w_down)` at the time of the copy
+
+
+class Float8Copy(NamedTuple):
+    """The weight of the gate product in FP8."""
+
+    rows: Float8Rows
+    source: Tensor  # as in NeuronMajor
+    state: tuple[int, int]
 
 
 def state_of(weight: Tensor) -> tuple[int, int]:
@@ -83,16 +92,18 @@ class Checked(NamedTuple):
 class EngineChoice:
     """One layer's plans, its neuron-major copy of W_d, and the counts in flight to the host."""
 
-    def __init__(self, engine: str | None, policy: Policy, copies: bool = True) -> None:
+    def __init__(self, engine: str | None, policy: Policy, copies: bool = True, float8: bool = False) -> None:
         """engine: the name of the engine that computes every call, or None: `policy` chooses, from counts. copies: keep
-        a neuron-major copy of W_d, without which the sparse engines transpose W_d in every call."""
-        self.engine, self.policy, self.copies = engine, policy, copies
+        a neuron-major copy of W_d, without which the sparse engines transpose W_d in every call. float8: the tile engine
+        computes the gate product of calls of many tokens in FP8; needs `copies` and the CUDA kernels."""
+        self.engine, self.policy, self.copies, self.float8 = engine, policy, copies, float8
         # Indexed by FEW, BETWEEN, MANY. Until counts arrive, calls of many tokens use the dense engine.
         first = (policy.first_of_few(), DENSE, DENSE)
         self.plans = [plan if engine is None else Plan.of(engine) for plan in first]
         self.calls = [0, 0, 0]
         self.per_token: float | None = None  # nonzeros per token of the last counted call of medium size
         self.w_down_t: NeuronMajor | None = None
+        self.float8_copy: Float8Copy | None = None
         self.checked: Checked | None = None
         self.counted = 0  # tokens of the call whose counts are in flight to the host; 0: none
         self.counts: Tensor | None = None  # int64 [4] on the host, pinned if the layer is on a GPU
@@ -101,10 +112,11 @@ class EngineChoice:
 
     def __getstate__(self) -> dict:
         """The state of a copy of the model, without the neuron-major W_d and the counts in flight."""
-        return {"engine": self.engine, "policy": self.policy, "copies": self.copies, "plans": list(self.plans)}
+        kept = ("engine", "policy", "copies", "float8")
+        return {name: getattr(self, name) for name in kept} | {"plans": list(self.plans)}
 
     def __setstate__(self, state: dict) -> None:
-        EngineChoice.__init__(self, state["engine"], state["policy"], state["copies"])
+        EngineChoice.__init__(self, state["engine"], state["policy"], state["copies"], state["float8"])
         self.plans = state["plans"]
 
     def run(self, x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> Results:
@@ -179,7 +191,7 @@ class EngineChoice:
         m = x.shape[0]
         kind = kind_of(m)
         if not sparse_engines_take(x):
-            self.w_down_t = None  # frees the copy made while the model was bfloat16 on a GPU
+            self.w_down_t = self.float8_copy = None  # frees the copies made while the model was bfloat16 on a GPU
             if x.is_cuda and self.engine is None:
                 _say_dense(x.dtype)
             return (DENSE if self.engine is None else self.plans[kind]), False
@@ -205,7 +217,12 @@ class EngineChoice:
         w_down_t = None
         if self.copies and plan.engine != Engine.dense and w_down.dtype == x.dtype and sparse_engines_take(x):
             w_down_t = self.neuron_major(w_down).weight
-        results = forward(x, w_gate, w_up, w_down, plan, w_down_t, False, sending or returning)[:4]
+        if self.float8 and w_down_t is not None and plan.engine == Engine.tile and x.shape[0] >= MANY_TOKENS:
+            rows = self.float8_weight(w_up if w_gate is None else w_gate)
+            weights = (None if w_gate is None else cuda.readable(w_gate), cuda.readable(w_up), w_down_t)
+            results = cuda.float8_forward(cuda.readable(x), *weights, rows, plan.room)
+        else:
+            results = forward(x, w_gate, w_up, w_down, plan, w_down_t, False, sending or returning)[:4]
         if sending:
             self._send(x.shape[0], results[3])
         return results
@@ -220,11 +237,7 @@ class EngineChoice:
         kept = self.w_down_t
         if kept is not None and kept.state == state_of(w_down):
             return kept
-        if is_capturing():
-            raise ValueError(
-                "a weight of an accelerated model changed since its last call, and a CUDA graph is being captured: call"
-                " the model once before the capture"
-            )
+        _refuse_capture()
         state = state_of(w_down)  # read before copying, so that a change during the copy makes the copy stale
         with torch.inference_mode(False):
             source = w_down.detach()
@@ -237,6 +250,23 @@ class EngineChoice:
             torch.cuda.current_stream(w_down.device).synchronize()
         self.w_down_t = made = NeuronMajor(weight, source, state)
         return made
+
+    def float8_weight(self, weight: Tensor) -> Float8Rows:
+        """`weight` in FP8. A changed weight is rounded again, as in `neuron_major`, which also says what is raised."""
+        kept = self.float8_copy
+        if kept is not None and kept.state == state_of(weight):
+            return kept.rows
+        _refuse_capture()
+        state = state_of(weight)
+        with torch.inference_mode(False):
+            source = weight.detach()
+            rows = cuda.quantize_rows(cuda.readable(source))
+            if kept is not None and (kept.rows.values.shape, kept.rows.values.device) == (weight.shape, weight.device):
+                rows = Float8Rows(kept.rows.values.copy_(rows.values), kept.rows.scales.copy_(rows.scales))
+        if weight.is_cuda:
+            torch.cuda.current_stream(weight.device).synchronize()
+        self.float8_copy = Float8Copy(rows, source, state)
+        return rows
 
     @torch.inference_mode(False)  # a tensor created in inference mode cannot be written outside inference mode
     def _send(self, m: int, counts: Tensor) -> None:
@@ -277,6 +307,14 @@ class EngineChoice:
                 self.plans[kind] = Plan(Engine(engine), room_for(nnz / m))
         finally:
             self.deciding.release()
+
+
+def _refuse_capture() -> None:
+    if is_capturing():
+        raise ValueError(
+            "a weight of an accelerated model changed since its last call, and a CUDA graph is being captured: call"
+            " the model once before the capture"
+        )
 
 
 def _addresses(w_gate: Tensor | None, w_up: Tensor) -> tuple[int, int]:

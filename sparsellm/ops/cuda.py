@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sparsellm.ops import borders
+from sparsellm.ops.float8_gate import Float8Rows
 from sparsellm.ops.plan import Engine, Plan
 from sparsellm.ops.twell import PackedGate
 
@@ -70,6 +71,25 @@ def row_output(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down_t: Tensor)
     `readable`), with matching shapes.
     """
     return _called("row_forward", x, w_gate, w_up, w_down_t, False)[0]
+
+
+def float8_forward(
+    x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down_t: Tensor, thresholded: Float8Rows, room: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(y, l1, fired, counts) of the tile engine with the gate product in FP8; the other products are bfloat16.
+
+    thresholded: w_gate, or w_up of a non-gated layer, in FP8. M > 0, and K is a multiple of 16. All other tensors must
+    be bfloat16, contiguous and aligned (see `readable`).
+    """
+    m, n = x.shape[0], len(w_up)
+    weights, gate = (w_gate, w_up, w_down_t), (*quantize_rows(x), *thresholded)
+    capacity, ordered = capacity_of(m, n, room), borders.orders(m)
+    return _called("tile_forward_float8", x, *weights, *gate, capacity, ordered)[:4]
+
+
+def quantize_rows(matrix: Tensor) -> Float8Rows:
+    """A bfloat16 matrix [R, K], contiguous and aligned, rounded to e4m3 with a scale per row; K is a multiple of 16."""
+    return Float8Rows(*_called("quantize_rows", matrix))
 
 
 def backward(
@@ -134,6 +154,12 @@ def planes_of(saved: Tensor, count: int, m: int, n: int, dtype: torch.dtype) -> 
 def gate_pack(x: Tensor, w: Tensor) -> PackedGate:
     """relu(x w^T) packed (sparsellm.ops.twell): x [M, K] with M > 0, w [N, K]."""
     *packed, (nnz, wide_segments, _, union) = torch.ops.sparsellm_cuda.gate_pack(readable(x), readable(w))
+    return PackedGate(*packed, nnz, wide_segments, union)  # type: ignore[call-arg]  # mypy cannot see the length
+
+
+def gate_pack_float8(x: Float8Rows, w: Float8Rows) -> PackedGate:
+    """relu(x w^T) packed, the product in FP8: x [M, K] with M > 0, w [N, K], K a multiple of 16, N of 8."""
+    *packed, (nnz, wide_segments, _, union) = torch.ops.sparsellm_cuda.gate_pack_float8(*x, *w)
     return PackedGate(*packed, nnz, wide_segments, union)  # type: ignore[call-arg]  # mypy cannot see the length
 
 

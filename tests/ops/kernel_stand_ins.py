@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from sparsellm.ops import Engine, borders, reference, twell
+from sparsellm.ops import Engine, borders, float8_gate, reference, twell
+from sparsellm.ops.float8_gate import Float8Rows
 
 BINDINGS = Path(__file__).parents[2] / "kernels" / "bindings.cpp"
 LIMITS = {
@@ -46,6 +47,12 @@ def expect_layer(x, w_gate, w_up, w_down_t=None):
             expect(weight, torch.bfloat16, n, k)
 
 
+def expect_float8(values, scales):
+    expect(values, torch.float8_e4m3fn, *values.shape)
+    assert values.shape[1] % 16 == 0
+    expect(scales, torch.float32, len(values))
+
+
 def computed(x, w_gate, w_up, w_down_t):
     """(y, l1, fired, counts, planes)"""
     y, l1, nnz, fired, *planes = reference.forward(x, w_gate, w_up, w_down_t.T)
@@ -56,6 +63,18 @@ def gate_pack(x, w):
     expect_layer(x, None, w)
     *fields, nnz, wide_segments, union = twell.pack(torch.relu(x @ w.T))
     return *fields, torch.stack([nnz, wide_segments, nnz * 0, union])
+
+
+def gate_pack_float8(x, x_scales, w, w_scales):
+    expect_float8(x, x_scales)
+    expect_float8(w, w_scales)
+    *fields, nnz, wide_segments, union = twell.pack(float8_gate.gate(Float8Rows(x, x_scales), Float8Rows(w, w_scales)))
+    return *fields, torch.stack([nnz, wide_segments, nnz * 0, union])
+
+
+def quantize_rows(x):
+    expect(x, torch.bfloat16, *x.shape)
+    return tuple(float8_gate.quantize_rows(x))
 
 
 def row_forward(x, w_gate, w_up, w_down_t, counting):
@@ -81,6 +100,18 @@ def tile_forward(x, w_gate, w_up, w_down_t, capacity, long_capacity, ordered, sa
             ]
         )
     return *outputs, saved
+
+
+def tile_forward_float8(x, w_gate, w_up, w_down_t, x_values, x_scales, w_thresholded, w_scales, capacity, ordered):
+    expect_layer(x, w_gate, w_up, w_down_t)
+    expect_float8(x_values, x_scales)
+    expect_float8(w_thresholded, w_scales)
+    g = float8_gate.gate(Float8Rows(x_values, x_scales), Float8Rows(w_thresholded, w_scales))
+    h = g if w_gate is None else g * (x @ w_up.T)
+    l1, nnz, fired = reference.statistics(h, g != 0)
+    counts = torch.stack([nnz, nnz * 0, nnz * 0, reference.union(g != 0)])
+    ASKED.append((capacity, ordered, "float8"))
+    return h @ w_down_t, l1, fired, counts, x.new_empty(0, dtype=torch.uint8)
 
 
 def tile_saved_bytes(m, n, gated, capacity, ordered):
@@ -143,7 +174,7 @@ def transpose(matrix, transposed):
 @contextmanager
 def registered() -> Iterator[None]:
     functions = (
-        gate_pack, row_forward, tile_forward, tile_backward, tile_saved_bytes, tile_saved_field, limit, dense_forward,
+        gate_pack, gate_pack_float8, quantize_rows, row_forward, tile_forward, tile_forward_float8, tile_backward, tile_saved_bytes, tile_saved_field, limit, dense_forward,
         dense_backward, transpose,
     )  # fmt: skip
     found = schemas()

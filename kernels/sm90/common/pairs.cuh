@@ -246,9 +246,14 @@ __device__ __forceinline__ void finish_pairs(const PairCta& cta, unsigned long l
   if (in_union != 0) atomicAdd(counters + kUnion, in_union);
 }
 
+// The default for multiply_pairs's `scales`: the operands are bf16, without scales.
+struct Unscaled {
+  static constexpr bool kFloat8 = false;
+};
+
 // The role of a consumer warp: multiplies one tile after another, and writes each tile as bf16 to shared memory.
-template <int kMajorMN, class Bf16>
-__device__ __forceinline__ void consume_pairs(const PairCta& cta, Bf16 bf16) {
+template <int kMajorMN, class Bf16, class Scales>
+__device__ __forceinline__ void consume_pairs(const PairCta& cta, Bf16 bf16, Scales scales) {
   const uint32_t lane = cta.lane;
   const int warpgroup = cta.warp / 4 - 1;
   const uint32_t row = (cta.warp - 4) * 16 + (lane & 15);  // the row whose address this lane passes to stmatrix
@@ -259,9 +264,15 @@ __device__ __forceinline__ void consume_pairs(const PairCta& cta, Bf16 bf16) {
     const auto release = [&](uint32_t stage) {
       if (lane < 2) ptx::mbarrier_arrive_cluster(cta.empty + 8 * stage, lane);
     };
-    const auto ahead = [&] { more = cta.pair_in(round + 1) < cta.pairs; };
-    multiply<4, kMajorMN, false>(d, ring, cta.product.k_blocks, cta.memory.stages, 0, cta.full, warpgroup, release,
-                                 ahead);
+    const auto ahead = [&] {
+      more = cta.pair_in(round + 1) < cta.pairs;
+      if constexpr (Scales::kFloat8) {
+        scales.read(cta.tile_of_pair(cta.pair_in(round), round), (cta.warp - 4) * 16 + lane / 4, lane);
+      }
+    };
+    multiply<4, kMajorMN, false, Scales::kFloat8>(d, ring, cta.product.k_blocks, cta.memory.stages, 0, cta.full,
+                                                  warpgroup, release, ahead);
+    if constexpr (Scales::kFloat8) scales.apply(d, lane);
     ptx::mbarrier_wait(cta.tile_free, round & 1 ^ 1);
 #pragma unroll
     for (int j = 0; j < 16; ++j) {  // each j stores 16 columns: two 8-column blocks, rows 0-7 and 8-15
@@ -287,12 +298,14 @@ __device__ __forceinline__ void consume_pairs(const PairCta& cta, Bf16 bf16) {
 //   tell(tile, lane, word)    called by lanes 4 w of one warp after all three warps have taken the tile; `word` is word
 //                             w of `fired`
 //   end(warp)                 called by the finishing warps after the last tile
+//   scales                    Unscaled, or what multiplies the sums of e4m3 operands before bf16 rounds them:
+//                             read(tile, row, lane) while the tile's last stage is multiplied, then apply(sums, lane)
 template <int kWords, int kMajorMN, int kFinishRegisters = kProducerRegisters, class Fetch, class Bf16, class Take,
-          class Tell, class End>
+          class Tell, class End, class Scales = Unscaled>
 __device__ __forceinline__ void multiply_pairs(const PairMemory& memory, const PairProduct& product,
                                                const CUtensorMap& x_map, const CUtensorMap& w_map,
                                                unsigned long long* counters, uint8_t* said, Fetch fetch, Bf16 bf16,
-                                               Take take, Tell tell, End end) {
+                                               Take take, Tell tell, End end, Scales scales = {}) {
   constexpr int kMultiplyRegisters = kConsumerRegisters - (kFinishRegisters - kProducerRegisters) / 2;
   static_assert(kFinishRegisters % 16 == kProducerRegisters % 16, "setmaxnreg moves registers in multiples of eight");
   enum Warp { kProducer = 0, kFirstConsumer = 4 };  // warps 1 to 3 finish tiles
@@ -313,7 +326,7 @@ __device__ __forceinline__ void multiply_pairs(const PairMemory& memory, const P
     }
   } else {
     ptx::setmaxnreg_inc<kMultiplyRegisters>();
-    consume_pairs<kMajorMN>(cta, bf16);
+    consume_pairs<kMajorMN>(cta, bf16, scales);
   }
   ptx::cluster_sync();  // wait, because the other CTA may still write to this CTA's shared memory
 }

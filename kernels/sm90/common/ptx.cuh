@@ -382,6 +382,13 @@ __device__ __forceinline__ uint32_t cvt_bf16x2(float low, float high) {
   return r;
 }
 
+// Two e4m3 values, `low` in the low byte; magnitudes above 448 become 448, NaN stays NaN.
+__device__ __forceinline__ uint16_t cvt_e4m3x2(float low, float high) {
+  uint16_t r;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(high), "f"(low));
+  return r;
+}
+
 // Like cvt_bf16x2 of max(low, 0) and max(high, 0); NaN stays NaN.
 __device__ __forceinline__ uint32_t cvt_relu_bf16x2(float low, float high) {
   uint32_t r;

@@ -69,7 +69,8 @@ struct Nothing {
 // product; the other warpgroup's product keeps the tensor cores busy meanwhile. If kCopied is false, the next product
 // is issued first.
 // B is K-major [64 kBlocks, 64], or MN-major [64, 64 kBlocks] in panels of 64 columns.
-template <int kBlocks, int kBMajorMN, bool kCopied = true, int kCount, class Release, class Ahead = Nothing>
+// kFloat8: the operands are e4m3, so a stage's 128-byte rows hold 128 values along k.
+template <int kBlocks, int kBMajorMN, bool kCopied = true, bool kFloat8 = false, int kCount, class Release, class Ahead = Nothing>
 __device__ __forceinline__ void multiply(float (&d)[32 * kBlocks], RingOf<kCount>& ring, int count, uint32_t stages,
                                          uint32_t b_offset, uint32_t full, int warpgroup, Release release,
                                          Ahead ahead = {}) {
@@ -86,8 +87,12 @@ __device__ __forceinline__ void multiply(float (&d)[32 * kBlocks], RingOf<kCount
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kTileK / 16; ++step) {
-      ptx::wgmma<kBlocks, kBMajorMN>(d, ptx::advanced(a, step * kStepA), ptx::advanced(b, step * kStepB),
-                                     !first || step != 0);
+      const uint64_t a_step = ptx::advanced(a, step * kStepA), b_step = ptx::advanced(b, step * kStepB);
+      if constexpr (kFloat8) {
+        ptx::wgmma_e4m3(d, a_step, b_step, !first || step != 0);
+      } else {
+        ptx::wgmma<kBlocks, kBMajorMN>(d, a_step, b_step, !first || step != 0);
+      }
     }
     ptx::wgmma_commit_group();
   };

@@ -4,11 +4,15 @@
 // finished tile, four rows at a time, while the next tile is multiplied. For fewer tokens there are other kernels
 // (small.cuh, fewest.cuh).
 //
+// gate_pack_float8 does the same for e4m3 operands with a scale per row (float8.cuh), for any number of tokens. To TMA,
+// two e4m3 values along K are one bf16 value.
+//
 // Numerics: z is accumulated in float32 over K and rounded to bf16 once, after the ReLU; a neuron is active if the
 // rounded value is not zero (NaN is active). Words, counts and masks are the same in every run.
 #include "common/clear.cuh"
 #include "common/pairs.cuh"
 #include "gate_pack/fewest.cuh"
+#include "gate_pack/float8.cuh"
 #include "gate_pack/product.cuh"
 #include "gate_pack/small.cuh"
 
@@ -17,9 +21,10 @@ namespace {
 
 static_assert(!row_ffn_counts(kSmallTokens + 1, 1), "only kernels for few tokens leave counting to row_ffn");
 
+template <class Scales>
 __global__ void __launch_bounds__(kThreads, 1)
     gate_pack_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap w_map,
-                     const PairProduct product, int64_t n, const Packed out) {
+                     const PairProduct product, int64_t n, const Packed out, const Scales scales) {
   extern __shared__ uint8_t raw[];
   const PairMemory memory(raw);
   const uint32_t lane = threadIdx.x % 32;
@@ -60,7 +65,20 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (wide_segments != 0) atomicAdd(counters + kWideSegments, wide_segments);
   };
   const auto bf16 = [](int, float low, float high) { return ptx::cvt_relu_bf16x2(low, high); };
-  multiply_pairs<8, 0>(memory, product, x_map, w_map, counters, out.fired, fetch, bf16, take, tell, end);
+  multiply_pairs<8, 0>(memory, product, x_map, w_map, counters, out.fired, fetch, bf16, take, tell, end,
+                       scales);
+}
+
+// Packs relu(x w^T) by tiles; x [m, k] and w [n, k] are described as bf16. The previous kernel is `clear`.
+template <class Scales>
+cudaError_t pack_tiles(const void* x, const void* w, int64_t m, int64_t k, int64_t n, const Packed& out,
+                       const Scales& scales, cudaStream_t stream) {
+  CUtensorMap x_map, w_map;
+  cudaError_t error = tensor_map(&x_map, x, m, k, kTileM);
+  if (error == cudaSuccess) error = tensor_map(&w_map, w, n, k, kTileN / 2);
+  if (error != cudaSuccess) return error;
+  const PairProduct product = pair_product_of(m, k, ceil_div(n, kTileN));
+  return launch_pairs(gate_pack_kernel<Scales>, product, kTileN, stream, x_map, w_map, product, n, out, scales);
 }
 
 }  // namespace
@@ -77,12 +95,15 @@ cudaError_t gate_pack(const void* x, const void* w, int64_t m, int64_t k, int64_
     const auto product = m <= kFewestTokens ? gate_pack_fewest : gate_pack_small;
     return product(x, w, m, k, n, out, counts ? 0 : zeroed, stream);
   }
-  CUtensorMap x_map, w_map;
-  cudaError_t error = tensor_map(&x_map, x, m, k, kTileM);
-  if (error == cudaSuccess) error = tensor_map(&w_map, w, n, k, kTileN / 2);
+  return pack_tiles(x, w, m, k, n, out, Unscaled{}, stream);
+}
+
+cudaError_t gate_pack_float8(const Float8Gate& gate, int64_t m, int64_t k, int64_t n, const Packed& out, int64_t zeroed,
+                             cudaStream_t stream) {
+  const cudaError_t error = clear(out.row_counts, m, out.fired, n / 8, out.counters, zeroed, false, stream);
   if (error != cudaSuccess) return error;
-  const PairProduct product = pair_product_of(m, k, ceil_div(n, kTileN));
-  return launch_pairs(gate_pack_kernel, product, kTileN, stream, x_map, w_map, product, n, out);
+  const RowAndColumnScales scales = {gate.x_scales, gate.w_scales, m, n};
+  return pack_tiles(gate.x, gate.w, m, k / 2, n, out, scales, stream);
 }
 
 cudaError_t pack_product(const Packed& out, int64_t m, int64_t n, int64_t zeroed, cudaStream_t stream) {
