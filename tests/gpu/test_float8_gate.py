@@ -119,7 +119,7 @@ def test_what_fires_is_computed(m, k, n, gated):
     """Exactly, with tokens in their own order and reordered, and where the tile engine's lists overflow."""
     x, ws = integers(m, k, n, gated)
     w_gate, w_up, w_down = cases.layer(ws)
-    g, h, y = cases.stepwise(x, ws)
+    g, _, y = cases.stepwise(x, ws)
     assert g.count_nonzero()
     for room in (n, 1):
         cases.poison()
@@ -127,8 +127,9 @@ def test_what_fires_is_computed(m, k, n, gated):
         out = output_of(*found)
         name = f"M {m}, K {k}, N {n}, room for {room}"
         assert_equal(out.y, y, f"{name}: y")
-        assert out.rest_calls == (room == 1), name
-        if room != 1:
+        overflows = g.count_nonzero() > cuda.capacity_of(m, n, room)
+        assert out.rest_calls == overflows, name
+        if not overflows:
             check_statistics(out, g, "tile", name)
 
 
@@ -138,7 +139,7 @@ def test_a_layer_takes_float8_from_many_tokens_on_and_follows_its_weight(gated):
     choice, exact = EngineChoice("tile", Policy(), float8=True), EngineChoice("tile", Policy())
     for _ in range(2):
         ours, theirs = (each.run(x, *cases.layer(ws))[0].float() for each in (choice, exact))
-        assert 0 < (ours - theirs).norm() < 0.1 * theirs.norm()
+        assert 0 < (ours - theirs).norm() < 0.2 * theirs.norm()
         few = [each.run(x[:1535], *cases.layer(ws))[0] for each in (choice, exact)]
         assert_equal(*few, "1,535 tokens are bfloat16")
         ws[0].mul_(-1)

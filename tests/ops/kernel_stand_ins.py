@@ -174,8 +174,8 @@ def transpose(matrix, transposed):
 @contextmanager
 def registered() -> Iterator[None]:
     functions = (
-        gate_pack, gate_pack_float8, quantize_rows, row_forward, tile_forward, tile_forward_float8, tile_backward, tile_saved_bytes, tile_saved_field, limit, dense_forward,
-        dense_backward, transpose,
+        gate_pack, gate_pack_float8, quantize_rows, row_forward, tile_forward, tile_forward_float8, tile_backward,
+        tile_saved_bytes, tile_saved_field, limit, dense_forward, dense_backward, transpose,
     )  # fmt: skip
     found = schemas()
     assert [s.split("(")[0] for s in found] == [f.__name__ for f in functions]
