@@ -23,9 +23,12 @@ from sparsellm.inference.engine_choice import sparse_engines_take
 from sparsellm.inference.feedforward import SparseFeedForward
 from sparsellm.inference.matching import feedforward_blocks, kind
 from sparsellm.inference.padding import spare_padding, stop_sparing
-from sparsellm.ops import ENGINES, backend
+from sparsellm.ops import ENGINES, backend, float8_gate
+from sparsellm.ops import float8 as torchao
+from sparsellm.ops.borders import MANY_TOKENS
 from sparsellm.policy import Policy, first_use
 from sparsellm.policy.training import TrainingChoice
+from sparsellm.system.console import warn
 
 
 def is_accelerated(model: nn.Module) -> bool:
@@ -40,6 +43,7 @@ def accelerate(
     calibrate: bool = True,
     policy: Policy | None = None,
     training: bool = False,
+    float8: bool = False,
 ) -> nn.Module:
     """Switch the feedforward blocks inside `model` to the operator, in place.
 
@@ -55,6 +59,10 @@ def accelerate(
         training: Let each block also compute calls with gradients on the engines, and choose them at the steps of the
             optimizer, as SparseFeedForward does. `l1_loss` gives the L1 term. Call this before the model is wrapped
             (DDP, FSDP2) or compiled.
+        float8: Compute attention's projections in FP8 by torchao, and the gate product of the tile engine, from 1,536
+            tokens on, in FP8 by the CUDA kernels. Values are rounded to e4m3 with a scale per token and per row of a
+            weight; every neuron that fires after this rounding is computed. `restore` leaves attention in FP8. Needs
+            the CUDA kernels and the package torchao.
 
     Returns:
         `model`.
@@ -73,6 +81,11 @@ def accelerate(
         )
     if engine is not None and training:
         raise ValueError(f"engine is {engine!r} with training=True: it should be None")
+    if float8 and (training or kernels in ("triton", "torch")):
+        raise ValueError(
+            f"float8 is True with kernels={kernels!r} and training={training}: it should be False, because only the"
+            " CUDA kernels multiply in FP8, and only without gradients (runtime.float8 trains attention in FP8)"
+        )
     if any(isinstance(module, SparseFeedForward) and module.original == (None,) for module in model.modules()):
         raise ValueError(
             f"this {kind(model)} has a SparseFeedForward made by its sizes: it should have none, because such a layer"
@@ -87,6 +100,8 @@ def accelerate(
         kernels = "torch"
     if kernels in ("cuda", "triton"):
         backend.load(kernels)
+    if float8:
+        _check_float8(originals)
     # A layer in training measures again before its first decision, because the model may still be on a CPU now.
     measures = calibrate and policy is None
     if policy is None and backend.loaded() and engine is None and kernels != "torch":
@@ -95,12 +110,40 @@ def accelerate(
     _replace(
         model,
         {
-            block: SparseFeedForward.around(block, *of_all, TrainingChoice(measures) if training else None)
+            block: SparseFeedForward.around(block, *of_all, TrainingChoice(measures) if training else None, float8)
             for block in originals
         },
     )
     spare_padding(model)
+    if float8:
+        for name, module in model.named_modules():
+            if name.endswith("self_attn"):
+                torchao.quantize_linears(module)
+        warn(
+            f"FP8: attention's projections, and the gate of calls of at least {MANY_TOKENS:,} tokens that the tile"
+            " engine computes; everything else stays bfloat16"
+        )
     return model
+
+
+def _check_float8(blocks: list[nn.Module]) -> None:
+    """Raise ValueError if this machine or a block has no FP8 gate."""
+    obstacle = torchao.obstacle()
+    if obstacle is None and backend.loaded() != "cuda":
+        obstacle = f"the loaded kernels are {backend.loaded()}, and only the CUDA kernels multiply in FP8"
+    if obstacle is not None:
+        raise ValueError(f"float8 is True: it should be False here, because {obstacle}")
+    for block in blocks:
+        weight = block.get_parameter("up_proj.weight")
+        if not sparse_engines_take(weight):
+            raise ValueError(
+                f"a block is {weight.dtype} on {weight.device}: for float8=True it should be torch.bfloat16 on a GPU"
+            )
+        if weight.shape[1] % float8_gate.MULTIPLE:
+            raise ValueError(
+                f"a block's hidden size is {weight.shape[1]}: for float8=True it should be a multiple of"
+                f" {float8_gate.MULTIPLE}"
+            )
 
 
 def _policy_for(weights: list[Tensor], calibrate: bool) -> Policy:

@@ -62,19 +62,25 @@ class SparseFeedForward(nn.Module):
 
     @classmethod
     def around(
-        cls, original: nn.Module, traced: bool, engine: str | None, policy: Policy, in_training: TrainingChoice | None
+        cls,
+        original: nn.Module,
+        traced: bool,
+        engine: str | None,
+        policy: Policy,
+        in_training: TrainingChoice | None,
+        float8: bool = False,
     ) -> Self:
         """A layer with the children of `original`, so that names and state_dict stay the same.
 
         traced: PyTorch computes every call. engine: the engine of every call without gradients; None: `policy` chooses.
-        in_training: chooses the engine of calls with gradients.
+        in_training: chooses the engine of calls with gradients. float8: as in EngineChoice.
         """
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
         for name, child in original.named_children():
             layer.add_module(name, child)
         layer.training = original.training
-        layer._choose(original, traced, engine, policy, in_training)
+        layer._choose(original, traced, engine, policy, in_training, float8)
         return layer
 
     def _choose(
@@ -84,6 +90,7 @@ class SparseFeedForward(nn.Module):
         engine: str | None,
         policy: Policy,
         in_training: TrainingChoice | None,
+        float8: bool = False,
     ) -> None:
         # The block that this layer replaces, or None. A plain attribute would register the block as a child.
         self.original = (original,)
@@ -93,13 +100,15 @@ class SparseFeedForward(nn.Module):
         self.training_plan: Tensor | None = None
         # A layer that trains keeps no second copy of W_d: the copy would cost memory, and FSDP2 fills a gathered weight
         # without changing its version, so the copy would go stale unnoticed.
-        self.choice = EngineChoice(engine, policy, copies=in_training is None)
+        self.choice = EngineChoice(engine, policy, copies=in_training is None, float8=float8)
         weight = self.down_proj.weight
         # Compiled code finds `choice` by the address of this tensor.
         self.register_buffer("handle", torch.zeros(1, dtype=torch.uint8, device=weight.device), persistent=False)
         self._register()
         if self.choice.copies and not (traced or self.training or engine == "dense") and sparse_engines_take(weight):
             self.choice.neuron_major(weight)  # copies now, because the first call may be captured in a CUDA graph
+            if float8:
+                self.choice.float8_weight(self._weight("gate_proj" if self.gated else "up_proj"))
 
     def _register(self) -> None:
         register(self.handle, self.choice)
