@@ -5,8 +5,9 @@ import pytest
 import torch
 from kernel_cases import DEVICE, GATED, assert_as_accurate, assert_equal, check_packed, check_statistics
 
+from sparsellm import accelerate, restore
 from sparsellm.inference.engine_choice import EngineChoice
-from sparsellm.ops import cuda, float8_gate, twell
+from sparsellm.ops import cuda, float8, float8_gate, twell
 from sparsellm.ops.feedforward import output_of
 from sparsellm.ops.float8_gate import Float8Rows
 from sparsellm.policy import Policy
@@ -28,7 +29,8 @@ def integer_rows(m, k, n, seed=0):
     w = draw(-16, 16, n, k)
     sums = x.abs() @ w.abs().T
     x *= (sums.amax(1, keepdim=True) < EXACT).float()
-    rows = [Float8Rows(v.to(torch.float8_e4m3fn), 2.0 ** draw(-3, 4, len(v))) for v in (x, w)]
+    powers = torch.tensor([2.0**power for power in range(-3, 5)], device=DEVICE)
+    rows = [Float8Rows(v.to(torch.float8_e4m3fn), powers[draw(0, 7, len(v)).long()]) for v in (x, w)]
     assert all(torch.equal(r.values.float(), v) for r, v in zip(rows, (x, w), strict=True))
     assert (x != 0).any()
     return rows
@@ -143,3 +145,27 @@ def test_a_layer_takes_float8_from_many_tokens_on_and_follows_its_weight(gated):
         few = [each.run(x[:1535], *cases.layer(ws))[0] for each in (choice, exact)]
         assert_equal(*few, "1,535 tokens are bfloat16")
         ws[0].mul_(-1)
+
+
+@torch.no_grad()
+def test_a_model_computes_attention_and_gates_in_float8_eager_and_compiled():
+    if obstacle := float8.obstacle():
+        pytest.skip(obstacle)
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=128, hidden_act="relu"))
+    model = model.to(DEVICE, torch.bfloat16).eval().requires_grad_(False)
+    tokens = torch.randint(128, (2, 1024), device=DEVICE, generator=cases.random(0))
+    exact = model(tokens).logits.float()
+    accelerate(model, "cuda", "tile", float8=True)
+    found = [model(tokens).logits.float()]
+    for layer in model.model.layers:
+        assert type(layer.self_attn.q_proj.weight).__name__.startswith("Float8")
+        assert layer.mlp.choice.float8_copy is not None
+        layer.compile(dynamic=False)
+    found.append(model(tokens).logits.float())
+    for logits in found:
+        assert 0 < (logits - exact).norm() < 0.2 * exact.norm()
+    restore(model)

@@ -5,6 +5,7 @@ import copy
 import subprocess
 import sys
 
+import float8_stand_in
 import pytest
 import torch
 from inference.small_models import MODELS, TOLERANCE, assert_same, blocks, layers, logits, make, tokens
@@ -16,7 +17,7 @@ from sparsellm.config import Activation
 from sparsellm.inference import accelerate as module
 from sparsellm.inference.engine_choice import MANY, _choice_of
 from sparsellm.model import Decoder
-from sparsellm.ops import Plan
+from sparsellm.ops import Plan, cuda, float8_gate
 from sparsellm.ops.build import KernelsUnavailable
 from sparsellm.policy import Policy
 
@@ -239,9 +240,33 @@ def test_arguments_are_refused(hollow):
             sparsellm.accelerate(model, kernels, engine)
     with pytest.raises(ValueError, match="engine is 'tile' with training=True: it should be None"):
         sparsellm.accelerate(model, "cuda", "tile", training=True)
+    for arguments in ({"kernels": "torch"}, {"kernels": "triton"}, {"training": True}):
+        with pytest.raises(ValueError, match=r"float8 is True with kernels=.*: it should be False, because only the"):
+            sparsellm.accelerate(model, **arguments, float8=True)
+    with pytest.raises(ValueError, match="float8 is True: it should be False here, because "):
+        sparsellm.accelerate(model, "cuda", float8=True)
     sparsellm.accelerate(model, "cuda")
     with pytest.raises(ValueError, match=r"accelerated already: call sparsellm.restore\(model\) first"):
         sparsellm.accelerate(model, "cuda")
+
+
+def test_a_model_in_float8_rounds_attention_and_the_gate_of_long_calls(hollow, monkeypatch):
+    float8_stand_in.install(monkeypatch)
+    monkeypatch.setattr(module.torchao, "obstacle", lambda: None)
+    monkeypatch.setattr(module.backend, "loaded", lambda: "cuda")
+    monkeypatch.setattr(cuda, "quantize_rows", float8_gate.quantize_rows)
+    model = make("llama")
+    with pytest.raises(
+        ValueError, match=r"a block is torch.float32 on cpu: for float8=True it should be torch.bfloat16"
+    ):
+        sparsellm.accelerate(model, "cuda", "tile", float8=True)
+    monkeypatch.setattr(module, "sparse_engines_take", lambda _: True)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    sparsellm.accelerate(model, "cuda", "tile", float8=True)
+    after = model.state_dict()
+    changed = {name for name, weight in before.items() if not torch.equal(after[name], weight)}
+    assert changed == {name for name in before if "self_attn" in name and "norm" not in name}
+    assert all(layer.mlp.choice.float8 for layer in model.model.layers)
 
 
 def test_without_kernels_auto_leaves_the_model_and_cuda_refuses(monkeypatch):
