@@ -255,6 +255,7 @@ def test_a_model_in_float8_rounds_attention_and_the_gate_of_long_calls(hollow, m
     monkeypatch.setattr(module.torchao, "obstacle", lambda: None)
     monkeypatch.setattr(module.backend, "loaded", lambda: "cuda")
     monkeypatch.setattr(cuda, "quantize_rows", float8_gate.quantize_rows)
+    monkeypatch.setattr(module, "sparse_engines_take", lambda _: False)
     model = make("llama")
     with pytest.raises(
         ValueError, match=r"a block is torch.float32 on cpu: for float8=True it should be torch.bfloat16"
