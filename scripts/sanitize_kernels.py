@@ -26,9 +26,10 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from sparsellm.ops import Plan, borders, build, feedforward
+from sparsellm.ops import Plan, borders, build, cuda, feedforward, float8_gate, twell
 from sparsellm.ops.borders import MANY_TOKENS
 from sparsellm.ops.feedforward import forward
+from sparsellm.ops.float8_gate import Float8Rows
 
 # Token counts for which different kernels run: gate_pack up to 16 tokens, gate_pack and the row engine up to 64, the
 # row engine up to 1,535. Here, calls with at least ORDERED_TOKENS tokens order their tokens; the policy does so only in
@@ -129,6 +130,15 @@ def check(parts: Sequence[str], products: bool) -> list[str]:
             expected = run("dense", *inputs)
             for engine in ("row", "tile") if products or m >= MANY_TOKENS else ("tile",):
                 compare(f"{name}, {engine}", run(engine, *on_device), expected)
+            rounded, right = cuda.quantize_rows(on_device[0]), float8_gate.quantize_rows(inputs[0])
+            compare(
+                f"{name}, rounding to FP8",
+                (rounded.values.float(), rounded.scales),
+                (right.values.float(), right.scales),
+            )
+            gate = [Float8Rows(t.to(torch.float8_e4m3fn), torch.full((len(t),), 0.5)) for t in inputs[:2]]
+            packed = cuda.gate_pack_float8(*(Float8Rows(*(t.cuda() for t in rows)) for rows in gate))
+            compare(f"{name}, FP8 gate", (twell.unpack(packed, N),), (float8_gate.gate(*gate),))
             for fused in (True, False):
                 with fusing(fused):
                     found = run("dense", *on_device)

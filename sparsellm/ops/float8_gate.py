@@ -2,8 +2,8 @@
 
 A matrix is rounded with a scale per row: a token of x, a neuron of w. Numerics: a row's scale is its largest magnitude
 divided by 448, the largest e4m3 number; values are divided by the scale and rounded to e4m3 once. The kernels sum
-products on tensor cores, whose e4m3 sums keep fewer bits than float32 (docs/dev/LOG.md), multiply each sum by both
-scales in float32, and round to bfloat16 once, after the ReLU. What is not zero then fires, and is computed.
+products on tensor cores, whose e4m3 sums keep fewer bits than float32, multiply each sum by both scales in float32, and
+round to bfloat16 once, after the ReLU. What is not zero then fires, and is computed.
 """
 
 from typing import NamedTuple
