@@ -10,6 +10,7 @@ from importlib.util import find_spec
 import torch
 from torch import nn
 
+from sparsellm.ops.float8_gate import SMALLEST
 from sparsellm.system.packages import needed_by
 
 MULTIPLE = 16  # both dimensions of a weight must be multiples of this for torch._scaled_mm
@@ -42,4 +43,5 @@ def quantize_linears(module: nn.Module) -> None:
     are rounded to FP8 in each call, with a scale per token. The original weight tensors are not changed."""
     with needed_by("FP8 inference"):
         from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
-    quantize_(module, Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()))
+    # Without a lower bound, torchao divides a token of zeros, such as padding, by its scale of 0, which gives NaN.
+    quantize_(module, Float8DynamicActivationFloat8WeightConfig(granularity=PerRow(), activation_value_lb=SMALLEST))

@@ -1,8 +1,8 @@
 // quantize_rows: rounds each row of a bf16 matrix to e4m3, after division by the row's largest magnitude / 448. A warp
 // reads a row twice: for its largest magnitude, then (from L1 or L2) to round it.
 //
-// Numerics: a value is multiplied by 1 / scale in float32 and rounded once, to at most 448. A row of zeros has a small positive
-// scale. A NaN or infinity makes values of its own row NaN.
+// Numerics: a value is multiplied by 1 / scale in float32 and rounded once, to at most 448. A row of zeros has a small
+// positive scale. A NaN stays NaN; an infinity makes its own row's products NaN.
 #include "common/host.h"
 #include "common/ptx.cuh"
 #include "engines.h"
