@@ -168,8 +168,8 @@ cudaError_t pack(const void* x, const void* w, int64_t m, int64_t k, int64_t n, 
 cudaError_t pack_float8(const Float8Gate& gate, int64_t m, int64_t k, int64_t n, const PackedGate& out,
                         cudaStream_t stream);
 
-// Rounds a bf16 matrix [rows, columns] to e4m3, with a scale per row, its largest magnitude / 448. columns is a multiple
-// of 8. values: e4m3 [rows, columns]; scales: [rows].
+// Rounds a bf16 matrix [rows, columns] to e4m3, with a scale per row, its largest magnitude / 448. columns is a
+// multiple of 8. values: e4m3 [rows, columns]; scales: [rows].
 cudaError_t quantize_rows(const void* from, int64_t rows, int64_t columns, void* values, float* scales,
                           cudaStream_t stream);
 

@@ -54,7 +54,7 @@ def install(monkeypatch):
             "convert_to_float8_training": convert_to_float8_training,
         },
         "torchao.quantization": {
-            "Float8DynamicActivationFloat8WeightConfig": lambda granularity, activation_value_lb: granularity,
+            "Float8DynamicActivationFloat8WeightConfig": lambda granularity, **_: granularity,
             "PerRow": lambda: "PerRow",
             "quantize_": quantize_,
         },

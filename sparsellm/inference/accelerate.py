@@ -101,7 +101,7 @@ def accelerate(
     if kernels in ("cuda", "triton"):
         backend.load(kernels)
     if float8:
-        _check_float8(originals)
+        _check_float8(model, originals)
     # A layer in training measures again before its first decision, because the model may still be on a CPU now.
     measures = calibrate and policy is None
     if policy is None and backend.loaded() and engine is None and kernels != "torch":
@@ -126,13 +126,22 @@ def accelerate(
     return model
 
 
-def _check_float8(blocks: list[nn.Module]) -> None:
-    """Raise ValueError if this machine or a block has no FP8 gate."""
+def _check_float8(model: nn.Module, blocks: list[nn.Module]) -> None:
+    """Raise ValueError if this machine, a block or the model's attention has no FP8 products."""
     obstacle = torchao.obstacle()
     if obstacle is None and backend.loaded() != "cuda":
         obstacle = f"the loaded kernels are {backend.loaded()}, and only the CUDA kernels multiply in FP8"
     if obstacle is not None:
         raise ValueError(f"float8 is True: it should be False here, because {obstacle}")
+    attention = [module for name, module in model.named_modules() if name.endswith("self_attn")]
+    if not attention:
+        raise ValueError(f"this {kind(model)} has no module `self_attn`: float8 should be False")
+    for name, linear in (found for module in attention for found in module.named_modules()):
+        if isinstance(linear, nn.Linear) and any(size % torchao.MULTIPLE for size in linear.weight.shape):
+            raise ValueError(
+                f"{name}.weight of the attention is {list(linear.weight.shape)}: for float8=True both sizes should be"
+                f" multiples of {torchao.MULTIPLE}"
+            )
     for block in blocks:
         weight = block.get_parameter("up_proj.weight")
         if not sparse_engines_take(weight):

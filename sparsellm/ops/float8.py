@@ -6,6 +6,7 @@ accumulated in float32 and rounded once to the dtype of the input.
 """
 
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,8 +41,21 @@ def train_linears(module: nn.Module, recipe: str) -> None:
 
 def quantize_linears(module: nn.Module) -> None:
     """Replace the weights of the nn.Linear modules inside `module` with FP8 weights that have a scale per row. Inputs
-    are rounded to FP8 in each call, with a scale per token. The original weight tensors are not changed."""
+    are rounded to FP8 in each call, with a scale per token. The original weight tensors are not changed.
+
+    torchao leaves weights in bfloat16 whose sizes are no multiples of MULTIPLE, so callers check the sizes.
+    """
+    linears = [each for each in module.modules() if isinstance(each, nn.Linear)]
+    zeros = {linear: ~linear.weight.any(dim=1) for linear in linears}
     with needed_by("FP8 inference"):
         from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
-    # Without a lower bound, torchao divides a token of zeros, such as padding, by its scale of 0, which gives NaN.
-    quantize_(module, Float8DynamicActivationFloat8WeightConfig(granularity=PerRow(), activation_value_lb=SMALLEST))
+    # Without a lower bound, torchao divides a token of zeros, such as padding, by its scale of 0, which gives NaN. By
+    # default, it also changes inductor's settings for the whole process.
+    config = Float8DynamicActivationFloat8WeightConfig(
+        granularity=PerRow(), activation_value_lb=SMALLEST, set_inductor_config=False
+    )
+    quantize_(module, config)
+    for linear, rows in zeros.items():
+        if rows.any():  # the same division, of a row of the weight
+            weight: Any = linear.weight  # a Float8Tensor of torchao
+            weight.qdata.view(torch.uint8)[rows] = 0

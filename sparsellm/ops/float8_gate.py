@@ -28,7 +28,8 @@ class Float8Rows(NamedTuple):
 
 
 def quantize_rows(matrix: Tensor) -> Float8Rows:
-    """`matrix` [R, K] rounded to e4m3. The kernels' `sparsellm.ops.cuda.quantize_rows` gives the same bits."""
+    """`matrix` [R, K] rounded to e4m3. The kernels' `sparsellm.ops.cuda.quantize_rows` gives the
+    same bits, except in rows with NaN, where its scale is finite and only the NaN values are NaN."""
     scales = matrix.float().abs().amax(1, keepdim=True).clamp(min=SMALLEST) * (1 / LARGEST)
     values = (matrix.float() * scales.reciprocal()).clamp(-LARGEST, LARGEST)
     return Float8Rows(values.to(torch.float8_e4m3fn), scales[:, 0])

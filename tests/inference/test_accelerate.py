@@ -262,6 +262,10 @@ def test_a_model_in_float8_rounds_attention_and_the_gate_of_long_calls(hollow, m
     ):
         sparsellm.accelerate(model, "cuda", "tile", float8=True)
     monkeypatch.setattr(module, "sparse_engines_take", lambda _: True)
+    with monkeypatch.context() as patched:
+        patched.setattr(module.torchao, "MULTIPLE", 1024)
+        with pytest.raises(ValueError, match=r"q_proj.weight of the attention is \[.*should be multiples of 1024"):
+            sparsellm.accelerate(model, "cuda", "tile", float8=True)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     sparsellm.accelerate(model, "cuda", "tile", float8=True)
     after = model.state_dict()

@@ -70,7 +70,8 @@ struct Nothing {
 // is issued first.
 // B is K-major [64 kBlocks, 64], or MN-major [64, 64 kBlocks] in panels of 64 columns.
 // kFloat8: the operands are e4m3, so a stage's 128-byte rows hold 128 values along k.
-template <int kBlocks, int kBMajorMN, bool kCopied = true, bool kFloat8 = false, int kCount, class Release, class Ahead = Nothing>
+template <int kBlocks, int kBMajorMN, bool kCopied = true, bool kFloat8 = false, int kCount, class Release,
+          class Ahead = Nothing>
 __device__ __forceinline__ void multiply(float (&d)[32 * kBlocks], RingOf<kCount>& ring, int count, uint32_t stages,
                                          uint32_t b_offset, uint32_t full, int warpgroup, Release release,
                                          Ahead ahead = {}) {
