@@ -159,3 +159,9 @@ def test_files_are_written_by_regular_or_into_new_folders():
             if by_mode or name in ("write_text", "write_bytes", "touch"):
                 writing.add(path.relative_to(PACKAGE).as_posix())
     assert writing == INTO_NEW_FOLDERS | {"system/files.py"}
+
+
+def test_no_two_test_files_have_the_same_name():
+    """pytest imports test files by name alone, and refuses the second one of a name only in runs that collect both."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(set(names)) == sorted(names)
