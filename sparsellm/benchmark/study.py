@@ -9,7 +9,15 @@ from sparsellm.benchmark import phases, report
 from sparsellm.benchmark.phases import Side, Sides
 from sparsellm.benchmark.subject import BenchmarkError, Subject, dtype_on
 from sparsellm.benchmark.timing import energy_mj
-from sparsellm.config import Activation, BenchmarkConfig, ConfigError, Kernels, benchmark_mistakes, sizes_in_float8
+from sparsellm.config import (
+    Activation,
+    BenchmarkConfig,
+    ConfigError,
+    Kernels,
+    ModelConfig,
+    benchmark_mistakes,
+    sizes_in_float8,
+)
 from sparsellm.distributed.groups import Ranks, device_type, process_group
 from sparsellm.ops import backend, float8
 from sparsellm.runs.layout import BENCHMARK
@@ -47,7 +55,7 @@ def benchmark(config: BenchmarkConfig) -> tuple[dict[str, Any], Path]:
         obstacle = missing[0].removeprefix("no kernels: ") if missing else None
         warn(computation(dtype, default_on(ranks.device.type), obstacle))
         on_gpu = ranks.device.type == "cuda"
-        no_float8 = float8.obstacle()
+        no_float8, without_float8 = float8.obstacle(), []
         measured = []
         for i, name in enumerate(config.checkpoint):
             subject = Subject.open(locate(name), config)
@@ -55,9 +63,11 @@ def benchmark(config: BenchmarkConfig) -> tuple[dict[str, Any], Path]:
             if config.baseline:
                 baseline = Subject.open(locate(config.baseline[i]), config, subject.blocks.shape[1]).limited_to(subject)
                 subject = subject.limited_to(baseline)
-            measured.append(_measure(subject, baseline, not missing, on_gpu and no_float8 is None, config, ranks))
-        if on_gpu and no_float8 is not None:
-            missing.append(f"no dense FP8: {no_float8}")
+            reason = no_float8 or _odd_sizes((baseline or subject).config)
+            if on_gpu and reason is not None:
+                without_float8.append(f"no dense FP8 of {(baseline or subject).name}: {reason}")
+            measured.append(_measure(subject, baseline, not missing, on_gpu and reason is None, config, ranks))
+        missing += without_float8
         if energy_mj(ranks.device) is None:
             missing.append(
                 "no energy: " + ("not measured on a CPU" if ranks.device.type == "cpu" else "NVML has no counter")
@@ -113,6 +123,13 @@ def _without_kernels(config: BenchmarkConfig, device: torch.device) -> list[str]
     return []
 
 
+def _odd_sizes(model: ModelConfig) -> str | None:
+    """Why torchao would leave layers of `model` in bfloat16; None if it would not."""
+    odd = (f"{name} is {size}" for name, size in sizes_in_float8(model).items() if size % float8.MULTIPLE)
+    wrong = next(odd, None)
+    return wrong and f"{wrong}, and FP8 needs multiples of {float8.MULTIPLE}"
+
+
 def _measure(
     subject: Subject, baseline: Subject | None, kernels: bool, in_float8: bool, config: BenchmarkConfig, ranks: Ranks
 ) -> dict[str, Any]:
@@ -121,9 +138,8 @@ def _measure(
 
     sparse = subject.activation == Activation.relu
     sides: Sides = {"kernels": Side(subject, True)} if kernels and sparse else {}
-    dense = baseline or subject
-    if in_float8 and not any(size % float8.MULTIPLE for size in sizes_in_float8(dense.config).values()):
-        sides[report.DENSE_FP8] = Side(dense, False, float8=True)
+    if in_float8:
+        sides[report.DENSE_FP8] = Side(baseline or subject, False, float8=True)
     sides["PyTorch"] = Side(subject, False)
     if baseline is not None:
         sides["baseline"] = Side(baseline, False)

@@ -20,8 +20,9 @@ plan on the CPU would prevent torch from using CUDA graphs.
 
 import threading
 import weakref
+from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 from warnings import warn
 
 import torch
@@ -44,22 +45,54 @@ UNDER_WAY = -1  # placeholder for counts that have not arrived
 DENSE, ROW = Plan(), Plan.of("row")
 
 Results = tuple[Tensor, Tensor, Tensor, Tensor]
+T = TypeVar("T")
 
 
-class NeuronMajor(NamedTuple):
-    """W_d in the layout of the sparse engines: one contiguous row of K values per neuron."""
+class Copy(NamedTuple, Generic[T]):
+    """A weight in another layout or dtype, and which weight it was made from."""
 
-    weight: Tensor  # [N, K], the dtype of w_down
-    source: Tensor  # w_down itself, kept alive so that its address is not reused
-    state: tuple[int, int]  # `state_of(w_down)` at the time of the copy
+    weight: T
+    source: Tensor  # the weight itself, kept alive so that its address is not reused
+    state: tuple[int, int]  # `state_of(source)` at the time of the copy
 
 
-class Float8Copy(NamedTuple):
-    """The weight of the gate product in FP8."""
+def current(kept: Copy[T] | None, source: Tensor, make: Callable[[Tensor, T | None], T]) -> Copy[T]:
+    """`kept` if `source` has not changed since, otherwise a new copy, made by `make(source, old)` in the memory of the
+    old one, because CUDA graphs read this memory. The host waits for the copy, because other threads may use it
+    immediately on other streams.
 
-    rows: Float8Rows
-    source: Tensor  # as in NeuronMajor
-    state: tuple[int, int]
+    Raises ValueError if a copy is needed during a CUDA graph capture.
+    """
+    if kept is not None and kept.state == state_of(source):
+        return kept
+    if is_capturing():
+        raise ValueError(
+            "a weight of an accelerated model changed since its last call, and a CUDA graph is being captured: call"
+            " the model once before the capture"
+        )
+    state = state_of(source)  # read before copying, so that a change during the copy makes the copy stale
+    with torch.inference_mode(False):
+        detached = source.detach()
+        weight = make(detached, None if kept is None else kept.weight)
+    if source.is_cuda:
+        torch.cuda.current_stream(source.device).synchronize()
+    return Copy(weight, detached, state)
+
+
+def transposed(w_down: Tensor, old: Tensor | None) -> Tensor:
+    """W_d in the layout of the sparse engines, [N, K]: one contiguous row of K values per neuron."""
+    wanted = w_down.t()
+    if old is None or (old.shape, old.dtype, old.device) != (wanted.shape, wanted.dtype, wanted.device):
+        return wanted.contiguous()
+    return old.copy_(wanted)
+
+
+def in_float8(weight: Tensor, old: Float8Rows | None) -> Float8Rows:
+    """The weight of the gate product, rounded to FP8."""
+    rows = cuda.quantize_rows(cuda.readable(weight))
+    if old is None or (old.values.shape, old.values.device) != (weight.shape, weight.device):
+        return rows
+    return Float8Rows(old.values.copy_(rows.values), old.scales.copy_(rows.scales))
 
 
 def state_of(weight: Tensor) -> tuple[int, int]:
@@ -102,8 +135,8 @@ class EngineChoice:
         self.plans = [plan if engine is None else Plan.of(engine) for plan in first]
         self.calls = [0, 0, 0]
         self.per_token: float | None = None  # nonzeros per token of the last counted call of medium size
-        self.w_down_t: NeuronMajor | None = None
-        self.float8_copy: Float8Copy | None = None
+        self.w_down_t: Copy[Tensor] | None = None
+        self.float8_copy: Copy[Float8Rows] | None = None
         self.checked: Checked | None = None
         self.counted = 0  # tokens of the call whose counts are in flight to the host; 0: none
         self.counts: Tensor | None = None  # int64 [4] on the host, pinned if the layer is on a GPU
@@ -216,7 +249,7 @@ class EngineChoice:
         """sending: start copying the counts to the host. returning: the caller needs the statistics."""
         w_down_t = None
         if self.copies and plan.engine != Engine.dense and w_down.dtype == x.dtype and sparse_engines_take(x):
-            w_down_t = self.neuron_major(w_down).weight
+            w_down_t = self.neuron_major(w_down)
         if self.float8 and w_down_t is not None and plan.engine == Engine.tile and x.shape[0] >= MANY_TOKENS:
             rows = self.float8_weight(w_up if w_gate is None else w_gate)
             weights = (None if w_gate is None else cuda.readable(w_gate), cuda.readable(w_up), w_down_t)
@@ -227,46 +260,15 @@ class EngineChoice:
             self._send(x.shape[0], results[3])
         return results
 
-    def neuron_major(self, w_down: Tensor) -> NeuronMajor:
-        """The neuron-major W_d. If w_down has changed since the last copy, w_down is copied again into the same memory,
-        because CUDA graphs read this memory. The host waits for the copy, because other threads may use it immediately
-        on other streams.
-
-        Raises ValueError if a copy is needed during a CUDA graph capture.
-        """
-        kept = self.w_down_t
-        if kept is not None and kept.state == state_of(w_down):
-            return kept
-        _refuse_capture()
-        state = state_of(w_down)  # read before copying, so that a change during the copy makes the copy stale
-        with torch.inference_mode(False):
-            source = w_down.detach()
-            wanted, old = source.t(), None if kept is None else kept.weight
-            if old is None or (old.shape, old.dtype, old.device) != (wanted.shape, wanted.dtype, wanted.device):
-                weight = wanted.contiguous()
-            else:
-                weight = old.copy_(wanted)
-        if w_down.is_cuda:
-            torch.cuda.current_stream(w_down.device).synchronize()
-        self.w_down_t = made = NeuronMajor(weight, source, state)
-        return made
+    def neuron_major(self, w_down: Tensor) -> Tensor:
+        """The neuron-major W_d, [N, K]. Raises what `current` raises."""
+        self.w_down_t = current(self.w_down_t, w_down, transposed)
+        return self.w_down_t.weight
 
     def float8_weight(self, weight: Tensor) -> Float8Rows:
-        """`weight` in FP8. A changed weight is rounded again, as in `neuron_major`, which also says what is raised."""
-        kept = self.float8_copy
-        if kept is not None and kept.state == state_of(weight):
-            return kept.rows
-        _refuse_capture()
-        state = state_of(weight)
-        with torch.inference_mode(False):
-            source = weight.detach()
-            rows = cuda.quantize_rows(cuda.readable(source))
-            if kept is not None and (kept.rows.values.shape, kept.rows.values.device) == (weight.shape, weight.device):
-                rows = Float8Rows(kept.rows.values.copy_(rows.values), kept.rows.scales.copy_(rows.scales))
-        if weight.is_cuda:
-            torch.cuda.current_stream(weight.device).synchronize()
-        self.float8_copy = Float8Copy(rows, source, state)
-        return rows
+        """`weight` in FP8. Raises what `current` raises."""
+        self.float8_copy = current(self.float8_copy, weight, in_float8)
+        return self.float8_copy.weight
 
     @torch.inference_mode(False)  # a tensor created in inference mode cannot be written outside inference mode
     def _send(self, m: int, counts: Tensor) -> None:
@@ -307,14 +309,6 @@ class EngineChoice:
                 self.plans[kind] = Plan(Engine(engine), room_for(nnz / m))
         finally:
             self.deciding.release()
-
-
-def _refuse_capture() -> None:
-    if is_capturing():
-        raise ValueError(
-            "a weight of an accelerated model changed since its last call, and a CUDA graph is being captured: call"
-            " the model once before the capture"
-        )
 
 
 def _addresses(w_gate: Tensor | None, w_up: Tensor) -> tuple[int, int]:

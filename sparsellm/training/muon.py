@@ -51,7 +51,7 @@ def step(
 
 
 def orthogonalized(matrices: Tensor) -> Tensor:
-    """[B, R, C] in bfloat16, each with singular values between about 0.7 and 1.2 and the same singular vectors."""
+    """Matrices [B, R, C] in bfloat16 with the same singular vectors, and singular values that are brought near 1."""
     a, b, c = COEFFICIENTS
     x = matrices.mT if matrices.shape[1] > matrices.shape[2] else matrices
     x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=EPSILON)

@@ -6,22 +6,12 @@ import torch
 from kernel_stand_ins import ASKED
 from test_feedforward import operator, tokens, weights
 
-from sparsellm.ops import Engine, Plan, borders, build, cuda, reference, saved_bytes, twell
+from sparsellm.ops import Engine, Plan, borders, cuda, reference, saved_bytes, twell
 from sparsellm.ops.feedforward import output_of
 
 SIZES = pytest.mark.parametrize(
     ("m", "k", "n"), [(1, 8, 8), (127, 16, 264), (129, 24, 1000), (16_390, 8, 16), (0, 8, 16)]
 )
-
-
-@pytest.fixture
-def stand_ins():
-    if build.loaded():
-        pytest.skip("the kernels themselves are loaded")
-    cuda.limit.cache_clear()
-    with kernel_stand_ins.registered():
-        yield
-    cuda.limit.cache_clear()
 
 
 def layer(ws):

@@ -1,23 +1,12 @@
 """The gate product in FP8: rounding to rows of e4m3, and the driver with stand-ins for the kernels."""
 
-import kernel_stand_ins
 import pytest
 import torch
 from test_feedforward import tokens, weights
 
 from sparsellm.inference.engine_choice import EngineChoice
-from sparsellm.ops import build, cuda, float8_gate, reference, twell
+from sparsellm.ops import cuda, float8_gate, reference, twell
 from sparsellm.policy import Policy
-
-
-@pytest.fixture
-def stand_ins():
-    if build.loaded():
-        pytest.skip("the kernels themselves are loaded")
-    cuda.limit.cache_clear()
-    with kernel_stand_ins.registered():
-        yield
-    cuda.limit.cache_clear()
 
 
 def test_rows_are_rounded_by_at_most_half_a_unit_of_the_last_place():
