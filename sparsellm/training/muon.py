@@ -5,19 +5,21 @@ torch.optim.Muon; updates are scaled to the size of AdamW's (arXiv:2502.16982, s
 rate and weight decay carry over. torch.optim.Muon has no device-side flag that skips a step, and launches some 25 small
 kernels per matrix; here, matrices of the same shape are orthogonalized together.
 
+Ranks that hold copies or shards of the same matrices share the iterations: each orthogonalizes whole matrices, as many
+of every shape as the other ranks. The ranks then exchange the results. With DDP this is an all-gather; with shards,
+one all-to-all gathers a rank's matrices from their shards and another one returns the rows.
+
 Numerics: momentum and weights are float32, iterations are bfloat16 with float32 accumulation. Nothing waits for the
 device.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-
-from sparsellm.distributed.groups import whole
-from sparsellm.training.sharding import shard_of
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 MOMENTUM = 0.95
 ITERATIONS, COEFFICIENTS = 5, (3.4445, -4.7750, 2.0315)
@@ -28,26 +30,46 @@ AT_ONCE = 1 << 24  # maximum number of elements that are orthogonalized together
 
 @torch.no_grad()
 def step(
-    moments: dict[nn.Parameter, Tensor], rate: float, weight_decay: float, gradient_divisor: Tensor, skip: Tensor
+    moments: dict[nn.Parameter, Tensor],
+    rate: float,
+    weight_decay: float,
+    gradient_divisor: Tensor,
+    skip: Tensor,
+    mesh: DeviceMesh | None,
 ) -> None:
-    """Update each matrix with its gradient, in `.grad`. Collective if matrices are sharded.
+    """Update each matrix with its gradient, in `.grad`. Collective if there is a mesh.
 
     moments: the momentum of each matrix [R, C], float32. gradient_divisor: 0-d float32. skip: 0-d bool; where it is
-    true, weights and momentum stay as they are.
+    true, weights and momentum stay as they are. mesh: the ranks that hold copies or shards of these matrices.
     """
-    for batch in _batches(list(moments)):
+    for batch in _batches(list(moments), 1 if mesh is None else mesh.shape[-1]):
         updates = []
         for weight in batch:
             assert weight.grad is not None
             gradient, momentum = _local(weight.grad) / gradient_divisor, _local(moments[weight])
             momentum.copy_(torch.where(skip, momentum, momentum.lerp(gradient, 1 - MOMENTUM)))
-            updates.append(whole(_sharded(gradient.lerp(momentum, MOMENTUM).bfloat16(), weight)))
-        for weight, update in zip(batch, orthogonalized(torch.stack(updates)), strict=True):
+            updates.append(gradient.lerp(momentum, MOMENTUM).bfloat16())
+        for weight, update in zip(batch, _orthogonalized_by_all(torch.stack(updates), batch[0], mesh), strict=True):
             local, size = _local(weight), rate * SCALE * math.sqrt(max(weight.shape))
             decayed = local * (1 - rate * weight_decay)
             # With alpha the bfloat16 update is multiplied in float32; `size * update` would be rounded to bfloat16.
-            new = decayed.sub_(_local(shard_of(update, weight)), alpha=size)
+            new = decayed.sub_(update, alpha=size)
             local.copy_(torch.where(skip, local, new))
+
+
+def _orthogonalized_by_all(updates: Tensor, like: nn.Parameter, mesh: DeviceMesh | None) -> Tensor:
+    """Orthogonalizes matrices of which this rank has the rows `updates` [B, r, C], with `like`'s shape and sharding."""
+    if mesh is None:
+        return orthogonalized(updates)
+    matrices: Sequence[Placement] = [Shard(0)]
+    rows: Sequence[Placement] = [Replicate()]
+    if isinstance(like, DTensor):  # Shard(0) shards a matrix by rows, and a batch of matrices by matrices
+        matrices, rows = like.placements, [Shard(1) if p.is_shard() else p for p in like.placements]
+    shape = torch.Size([len(updates), *like.shape])
+    stride = (like.numel(), like.shape[1], 1)
+    whole = DTensor.from_local(updates, mesh, rows, shape=shape, stride=stride).redistribute(placements=matrices)
+    done = orthogonalized(whole.to_local()).contiguous()
+    return DTensor.from_local(done, mesh, matrices, shape=shape, stride=stride).redistribute(placements=rows).to_local()
 
 
 def orthogonalized(matrices: Tensor) -> Tensor:
@@ -61,20 +83,13 @@ def orthogonalized(matrices: Tensor) -> Tensor:
     return x.mT if matrices.shape[1] > matrices.shape[2] else x
 
 
-def _batches(matrices: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """`matrices` in batches of one shape, with at most AT_ONCE elements or one matrix."""
+def _batches(matrices: list[nn.Parameter], ranks: int) -> Iterator[list[nn.Parameter]]:
+    """`matrices` in batches of one shape, with at most AT_ONCE elements or one matrix for each of `ranks`."""
     for shape in dict.fromkeys(matrix.shape for matrix in matrices):
         alike = [matrix for matrix in matrices if matrix.shape == shape]
-        count = max(1, AT_ONCE // shape.numel())
+        count = ranks * max(1, AT_ONCE // shape.numel())
         yield from (alike[i : i + count] for i in range(0, len(alike), count))
 
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _sharded(local: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of a tensor that is sharded like `like`, as a sharded tensor; `local` if `like` is whole."""
-    if not isinstance(like, DTensor):
-        return local
-    return DTensor.from_local(local, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())

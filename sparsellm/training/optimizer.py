@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from sparsellm.config import OptimizerConfig, Schedule, decay_start
 from sparsellm.distributed.groups import whole
 from sparsellm.training import muon
-from sparsellm.training.sharding import shard_of
+from sparsellm.training.sharding import mesh_of, shard_of
 
 
 def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
@@ -47,6 +47,7 @@ class Optimizer:
             for name, p in self.parameters.items()
             if config.muon and p.dim() == 2 and name.startswith("layers.")
         }
+        self.mesh = mesh_of(next(iter(self.moments))) if self.moments else None
         matrices = [p for p in self.parameters.values() if p.dim() >= 2 and p not in self.moments]
         vectors = [p for p in self.parameters.values() if p.dim() < 2]
         self.adamw = torch.optim.AdamW(
@@ -77,7 +78,7 @@ class Optimizer:
         for group in self.adamw.param_groups:
             group["lr"] = rate
         self.adamw.step()
-        muon.step(self.moments, rate, self.config.weight_decay, adamw.grad_scale, not_finite)
+        muon.step(self.moments, rate, self.config.weight_decay, adamw.grad_scale, not_finite, self.mesh)
         self.drop_gradients()
         self.skipped += not_finite
         self.skipped_in_row.add_(1).mul_(not_finite)

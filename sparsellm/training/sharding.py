@@ -117,6 +117,14 @@ def _mesh(ranks: Ranks) -> DeviceMesh:
     return init_device_mesh(ranks.device.type, (copies, sharing), mesh_dim_names=("replicate", "shard"))
 
 
+def mesh_of(parameter: Tensor) -> DeviceMesh | None:
+    """The ranks that hold copies or shards of `parameter`; None with one rank. Collective."""
+    if isinstance(parameter, DTensor):
+        return parameter.device_mesh
+    copies = dist.get_world_size()
+    return init_device_mesh(parameter.device.type, (copies,)) if copies > 1 else None
+
+
 def _ranks_of_a_node(ranks: Ranks) -> int:
     """The number of ranks per node. Collective. Raises ConfigError on all ranks if nodes differ."""
     sizes = gather(int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size)))

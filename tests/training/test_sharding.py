@@ -21,12 +21,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
-from sparsellm.config import ConfigError
+from sparsellm.config import ConfigError, moments
 from sparsellm.distributed.groups import whole
 from sparsellm.ops import build
 from sparsellm.policy import Policy, first_use
 from sparsellm.runs.checkpoint import Checkpoints
-from sparsellm.training import loop, sharding
+from sparsellm.training import loop, muon, sharding
 from sparsellm.training.loop import Trainer
 
 SHARDS = ("none", "optimizer", "full")
@@ -213,6 +213,75 @@ def test_what_any_ranks_saved_any_ranks_resume_bit_for_bit(tmp_path):
         saved = torch.load(tmp_path / f"{shard}-{world_size}.pt")
         assert weights.keys() == {key for key in saved if key.startswith("model.")}
         assert all(torch.equal(weights[key], saved[key]) for key in weights)
+
+
+# ---- Muon: shared work, and a resume by fewer ranks
+
+# Four ranks shard the 10 rows of keys as 3, 3, 3 and 1, and no shape has a multiple of four matrices.
+MUON = ["optimizer.muon=true", "model.num_key_value_heads=1", "model.head_dim=10"]
+
+
+def steps_of_muon(folder, ranks, shard, nodes):
+    """The weights after two steps on given gradients, and how many elements this rank orthogonalized."""
+    os.environ["LOCAL_WORLD_SIZE"] = str(ranks.world_size // nodes)
+    trainer = trainer_in(folder / f"{shard}-{ranks.world_size}", ranks, f"runtime.shard={shard}", *MUON)
+    drawn, work = torch.Generator().manual_seed(0), []
+    with patch.object(muon, "orthogonalized", lambda x, of=muon.orthogonalized: work.append(x.numel()) or of(x)):
+        for _ in range(2):
+            for parameter in trainer.optimizer.parameters.values():
+                gradient = 1e-3 * torch.randn(parameter.shape, generator=drawn)  # too small to be clipped
+                parameter.grad = sharding.shard_of(gradient, parameter)
+            trainer.optimizer.step(1e-2)
+    return wholes(trainer.optimizer.parameters), sum(work)
+
+
+def steps_in_every_layout(rank, world_size, folder):
+    with joined(folder / "store", rank, world_size) as ranks:
+        return [steps_of_muon(folder, ranks, shard, nodes) for shard, nodes in (("none", 1), ("full", 1), ("full", 2))]
+
+
+def test_ranks_share_muons_work_and_change_no_bit(tmp_path):
+    with joined(tmp_path / "alone") as alone:
+        weights, all_work = steps_of_muon(tmp_path, alone, "none", 1)
+    layouts = zip(*on_ranks([4], steps_in_every_layout, tmp_path)[4], strict=True)
+    for ranks_that_share, layout in zip((4, 4, 2), layouts, strict=True):
+        assert all(torch.equal(updated[name], weights[name]) for updated, _ in layout for name in weights)
+        assert sum(work for _, work in layout) == 4 // ranks_that_share * all_work
+        assert max(work for _, work in layout) < 1.4 * all_work / ranks_that_share
+
+
+def losses(trainer, steps):
+    batches = trainer.data.batches(trainer.data_state)
+    found = [trainer._reduce(*trainer.advance(batches), stop=False).read() for _ in range(steps)]
+    return [(values.ce, values.grad_norm) for values in found]
+
+
+def save_in_shards(rank, world_size, folder):
+    with joined(folder / "store", rank, world_size) as ranks:
+        os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
+        trainer = trainer_in(folder / "run", ranks, "runtime.shard=optimizer", *MUON)
+        trainer._resume()
+        losses(trainer, 2)
+        trainer._save()
+        trainer.checkpoints.wait()
+        tensors = [t for t in trainer.optimizer.state().values() if isinstance(t, DTensor)]
+        return state(trainer), losses(trainer, 3), sum(t.to_local().numel() for t in tensors)
+
+
+def test_one_rank_continues_a_run_of_muon_that_two_ranks_sharded(tmp_path):
+    results = on_ranks([2], save_in_shards, tmp_path)[2]
+    saved, expected, _ = results[0]
+    with joined(tmp_path / "alone") as ranks:
+        trainer = trainer_in(tmp_path / "run", ranks, "runtime.shard=none", *MUON)
+        assert sum(kept for *_, kept in results) == moments(trainer.config.model, muon=True)
+        trainer._resume()
+        resumed = state(trainer)
+        assert saved.keys() == resumed.keys()
+        assert sum(name.endswith(".momentum") for name in saved) == 3 * 7
+        assert all(torch.equal(saved[name], resumed[name]) for name in saved)
+        # The ranks add gradients in another order; Muon rounds them to bfloat16, which moves the third loss more.
+        for found, loss in zip(losses(trainer, 3), expected, strict=True):
+            assert found == pytest.approx(loss, rel=1e-3)
 
 
 def test_one_rank_shares_with_nobody_and_says_so(tmp_path, capsys):
