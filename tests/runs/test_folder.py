@@ -107,6 +107,17 @@ def test_a_number_that_is_damaged_is_not_taken_for_the_one_that_the_run_was_begu
     assert "was started with" not in found
 
 
+@pytest.mark.parametrize("muon", [True, False])
+def test_a_run_cannot_change_its_optimizer_when_it_resumes(muon, config, tmp_path):
+    path = tmp_path / "r" / run_folder.CONFIG
+    path.parent.mkdir()
+    save(replace(config, optimizer=replace(config.optimizer, muon=not muon)), path)
+    assert run_folder.mistakes(replace(config, optimizer=replace(config.optimizer, muon=muon))) == [
+        f"optimizer.muon is {muon}, but run r was started with {not muon}: choose another run.name, or add"
+        " run.restart=true"
+    ]
+
+
 def test_checkpoints_that_the_disk_has_no_room_for_are_refused_before_the_run(config, monkeypatch):
     parameters = 96 * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 48 + 2 * 32) + 32
     needed = parameters * 16  # of the one checkpoint of 12 steps

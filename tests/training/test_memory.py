@@ -1,12 +1,13 @@
 """Estimated memory compared with peaks measured on H200s (docs/RESULTS.md, docs/dev/LOG.md)."""
 
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from small_run import small_config
-from whole_config import step_memory
+from small_run import small_config, small_trainer
+from whole_config import room_mistakes, step_memory
 
 from sparsellm.config import from_overrides, state_bytes
 from sparsellm.ops import Engine, Plan
@@ -35,6 +36,9 @@ MEASURED = {
 RECOMPUTED = [
     ([], None, 8.33), ([], "dense", 8.72), (["model.gated=false"], None, 7.28),
     (["sparsity=dense_silu", "sparsity.l1_coefficient=0"], None, 8.04),
+]  # fmt: skip
+ARCHITECTURE = [
+    "model.num_key_value_heads=1", "model.head_dim=12", "model.qk_norm=true", "model.tie_embeddings=false",
 ]  # fmt: skip
 
 
@@ -67,6 +71,25 @@ def test_a_start_is_refused_by_the_state_that_a_step_holds(ranks, muon):
     assert found.weights + found.gradients + found.optimizer == state_bytes(
         config.model, config.runtime.shard, ranks, muon
     )
+
+
+@pytest.mark.parametrize("muon", ["false", "true"])
+@pytest.mark.parametrize("overrides", [["model.gated=false", "model.attention_bias=true"], ARCHITECTURE])
+def test_the_arithmetic_of_weights_and_moments_gives_their_bytes(overrides, muon, tmp_path, monkeypatch):
+    overrides = [*overrides, f"optimizer.muon={muon}", f"run.root={tmp_path}", "run.name=new"]
+    with small_trainer(tmp_path / "run", *overrides) as trainer:
+        config, tensors = trainer.config, trainer._tensors(trainer.silent.tokens)
+    weights, moments = (
+        sum(tensor.nbytes for name, tensor in tensors.items() if re.fullmatch(pattern, name))
+        for pattern in (r"model\..*", r"optimizer\..*\.(exp_avg|exp_avg_sq|momentum)")
+    )
+    found = step_memory(config).usage(1, [None] * config.model.num_layers)
+    assert (found.weights, found.gradients, found.optimizer) == (weights, weights, moments)
+    assert state_bytes(config.model, config.runtime.shard, 1, muon == "true") == 2 * weights + moments
+    needed = 2 * weights + moments  # the checkpoint's state and the float32 model in hf/
+    for free in (needed, needed - 1):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
+        assert (room_mistakes(config) == []) == (free == needed)
 
 
 @pytest.mark.parametrize(("overrides", "engine", "measured"), RECOMPUTED)
