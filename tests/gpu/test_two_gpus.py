@@ -22,7 +22,9 @@ from test_train import wait_for
 from sparsellm.distributed.groups import process_group, whole
 from sparsellm.runs.layout import STATE
 from sparsellm.runs.metrics import METRICS, read
+from sparsellm.training import muon
 from sparsellm.training.loop import Trainer
+from sparsellm.training.sharding import shard_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,15 +46,33 @@ def wholes(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: whole(t).detach().cpu().clone() for name, t in trainer._tensors(trainer.silent.reduced()).items()}
 
 
+def error_of_muon(trainer: Trainer) -> float:
+    """How far a step of Muon that the ranks share is from one of a single GPU, relative to the step: the largest such
+    error of all matrices."""
+    drawn, moments = torch.Generator().manual_seed(0), trainer.optimizer.moments
+    before = [whole(matrix).detach().clone() for matrix in moments]
+    alone = [torch.nn.Parameter(matrix.clone()) for matrix in before]
+    for matrix, copy in zip(moments, alone, strict=True):
+        copy.grad = torch.randn(copy.shape, generator=drawn).to(copy.device)
+        matrix.grad = shard_of(copy.grad, matrix)
+    settings = 1e-2, 0.1, torch.ones((), device="cuda"), torch.zeros((), dtype=torch.bool, device="cuda")
+    muon.step({copy: torch.zeros_like(copy) for copy in alone}, *settings, None)
+    muon.step(moments, *settings, trainer.optimizer.mesh)
+    return max(
+        ((whole(matrix) - copy).norm() / (copy - old).norm()).item()
+        for matrix, copy, old in zip(moments, alone, before, strict=True)
+    )
+
+
 def in_every_shape(folder: Path) -> None:
     """Train and save with each way of sharding, and resume each saved run with each way."""
     found: dict = {"losses": {}, "drawn": {}, "resumed": []}
     states, drawn = {}, {}
     with process_group("cuda") as ranks:
 
-        def trainer_of(shard: str, where: Path) -> Trainer:
+        def trainer_of(shard: str, where: Path, *overrides: str) -> Trainer:
             torch._dynamo.reset()
-            config = small_config(*SMALL, f"runtime.shard={shard}")
+            config = small_config(*SMALL, f"runtime.shard={shard}", *overrides)
             where.mkdir(parents=True, exist_ok=True)
             return Trainer(config, ranks, RandomTokens(config, ranks.rank, 2, where), where)
 
@@ -76,6 +96,8 @@ def in_every_shape(folder: Path) -> None:
             resumed = wholes(trainer)
             different = [name for name, tensor in states[saved].items() if not torch.equal(tensor, resumed[name])]
             found["resumed"].append([saved, shard, different])
+        found["muon"] = {shard: error_of_muon(trainer_of(shard, folder / "muon", "optimizer.muon=true"))
+                         for shard in SHARDS}  # fmt: skip
         (folder / f"rank_{ranks.rank}.json").write_text(json.dumps(found))
 
 
@@ -92,6 +114,8 @@ def test_shards_over_nccl_train_as_copies_do_and_any_shape_resumes_any_other(tmp
             # Later ones differ: attention's backward adds in any order, and the difference is rounded to bfloat16.
             for step, expected in zip(found["losses"][shard], found["losses"]["none"], strict=True):
                 assert step == pytest.approx(expected, rel=2**-7)
+        print(f"Muon, shared less alone, relative to a step: {found['muon']}")  # 0 if cuBLAS rounds alike
+        assert all(error < 2**-5 for error in found["muon"].values())  # a matrix of another rank's would give 1
         assert len(found["resumed"]) == len(SHARDS) ** 2
         assert all(different == [] for _, _, different in found["resumed"]), found["resumed"]
 
