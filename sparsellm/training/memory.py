@@ -13,8 +13,13 @@ is set). Between a micro-batch's forward and backward pass a compiled layer keep
 and, for any number of tokens, its weights in the compute dtype. A layer that is not compiled keeps more. Memory peaks
 while the head computes (`_head`) or during the last layer's backward (`_last_layer`).
 
+A linear layer in FP8 (runtime.float8) keeps less, with either recipe. torchao saves its input and its float32 weight,
+which exists anyway, and rounds both to FP8 again in backward. So there is no copy of the weight in the compute dtype,
+and compiled backward computes the normalised input, and h of a feedforward layer, from other saved tensors.
+
 On an H200 (torch 2.11) this estimate differs by at most 0.5%, with recomputation by 2.5%, from the peaks in
-docs/RESULTS.md, "Training in 80 GB". tests/gpu/test_memory_on_a_gpu.py verifies the estimate.
+docs/RESULTS.md, "Training in 80 GB", and by 0.4% from peaks in FP8 on an H100 (docs/dev/LOG.md).
+tests/gpu/test_memory_on_a_gpu.py verifies the estimate.
 """
 
 import gc
@@ -26,7 +31,16 @@ from typing import NamedTuple
 import pynvml
 import torch
 
-from sparsellm.config import FLOAT32, Activation, ModelConfig, RuntimeConfig, attention_weights, moments, parameters
+from sparsellm.config import (
+    FLOAT32,
+    Activation,
+    Float8,
+    ModelConfig,
+    RuntimeConfig,
+    attention_weights,
+    moments,
+    parameters,
+)
 from sparsellm.model.cross_entropy import CHUNK
 from sparsellm.model.dtypes import DTYPES
 from sparsellm.ops import Plan, saved_bytes
@@ -115,26 +129,31 @@ class StepMemory:
             each_input = FLOAT32 * tokens * model.hidden_size
             kept, at_work = len(layers) * each_input, max(layers) - each_input
         # In addition to saved [M, N] tensors, backward needs one such tensor if compiled; with kernels dh, dz and du.
-        planes = 1 if plans[-1] is None else 3
+        planes = element * (1 if plans[-1] is None else 3)
+        if self.runtime.float8 == Float8.all:  # dh, dz, du, and one of them in FP8 in two layouts; an upper estimate
+            planes = 3 * element + 2
         head = _head(model, tokens, element)
         if self.taught:  # the teacher's last hidden state, and a chunk of its logits
             head += element * (tokens * model.hidden_size + min(tokens, CHUNK) * model.vocab_size)
-        return kept + max(head, at_work + _last_layer(model, tokens, planes * element))
+        return kept + max(head, at_work + _last_layer(model, tokens, planes))
 
     def _layer(self, tokens: int, plan: Plan | None) -> int:
         """Bytes that a layer keeps between forward and backward."""
         model, dtype = self.model, self._dtype
         width, neurons, element = model.hidden_size, model.intermediate_size, dtype.itemsize
+        float8 = self.runtime.float8
         rotated = (model.num_heads + model.kv_heads) * model.head_width  # elements of queries and keys per token
         if self.runtime.compile:
             per_token = 2 * FLOAT32 * width + element * (width + 2 * rotated)
             per_token += element * rotated if model.qk_norm else 0
+            # The normalised inputs of layers in FP8, of which those of feedforward layers are within the 8 K above.
+            per_token -= element * width * (0 if float8 is None else 2 if float8 == Float8.all else 1)
         else:  # an eager layer also keeps both norms' float32 results and the intermediates of the rotation
             per_token = 4 * FLOAT32 * width + element * (2 * width + 3 * rotated)
             per_token += 2 * FLOAT32 * rotated if model.qk_norm else 0
-        matrices = attention_weights(model)
+        matrices = attention_weights(model) if float8 is None else 0
         if plan is None:
-            matrices += (3 if model.gated else 2) * neurons * width
+            matrices += 0 if float8 == Float8.all else (3 if model.gated else 2) * neurons * width
             saved = self._traced_planes(element) * tokens * neurons
         else:
             saved = saved_bytes(plan, tokens, neurons, model.gated, dtype)
@@ -145,6 +164,8 @@ class StepMemory:
         """Bytes per token and neuron of the [M, N] tensors kept by a traced block."""
         if not self.model.gated:
             return element  # h
+        if self.runtime.float8 == Float8.all:  # the results of gate and up; eager PyTorch also keeps h (and silu(z))
+            return (2 if self.runtime.compile else 3 if self.activation == Activation.relu else 4) * element
         if self.activation == Activation.silu:
             return (3 if self.runtime.compile else 4) * element  # z, u and h; eager PyTorch also keeps silu(z)
         # If compiled, the operator saves g and u, and the compiler saves h and the mask of g's nonzeros.

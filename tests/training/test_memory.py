@@ -109,6 +109,35 @@ def test_wide_layers_need_the_measured_part_of_pytorchs_memory(neurons, measured
     assert ours / torchs == pytest.approx(measured, abs=0.01)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "engine", "measured"),
+    [
+        (["runtime.kernels=torch"], None, 34_776_133_632),
+        (["runtime.kernels=torch", "runtime.float8=all"], None, 27_585_099_776),
+        (["runtime.kernels=torch", "runtime.float8=all", "runtime.float8_recipe=rowwise"], None, 27_584_999_424),
+        ([], "tile", 25_239_353_856),
+        (["runtime.float8=attention"], "tile", 23_827_879_936),
+    ],
+)
+def test_the_arithmetic_gives_what_was_measured_in_float8(overrides, engine, measured):
+    """Bytes at the peak of a step of two micro-batches of 8, on one H100 with torchao 0.18 (docs/dev/LOG.md)."""
+    config = from_overrides(["experiment=1p5b", "model.num_layers=14", "training.batch_size=16", *overrides])
+    found = step_memory(config).usage(8, [None if engine is None else Plan.of(engine)] * 14).total
+    assert found == pytest.approx(measured, rel=0.004)
+
+
+@pytest.mark.parametrize("setting", ["runtime.compile=false", "runtime.compile=true"])
+def test_float8_saves_the_copies_of_weights_and_never_needs_more_in_compiled_layers(setting):
+    shape = ["experiment=1p5b", "training.batch_size=16", "runtime.kernels=torch", setting]
+    exact, attention, every = (
+        step_memory(from_overrides([*shape, *more])).usage(8, [None] * 28).activations
+        for more in ([], ["runtime.float8=attention"], ["runtime.float8=all"])
+    )
+    model = from_overrides(shape).model
+    assert exact - attention >= 2 * 28 * 4 * model.hidden_size**2
+    assert setting.endswith("false") or every < attention
+
+
 def chosen(overrides, ranks, engine):
     """The setting that `auto` chooses on GPUs of 80 GB, of which tensors get 76 GiB, and its GiB. All layers are
     `engine`; None: PyTorch."""
