@@ -24,7 +24,7 @@ STYLE: Any = {
     "axes.axisbelow": True, "pdf.fonttype": 42,
 }  # fmt: skip
 PANEL = (4.6, 3.1)  # width and height in inches of a figure with one panel
-BLUE, ORANGE, GREEN, GREY = "#3b6ea8", "#d9822b", "#4f8a4c", "0.45"
+BLUE, ORANGE, GREEN, PURPLE, GREY = "#3b6ea8", "#d9822b", "#4f8a4c", "#7d5ba6", "0.45"
 # No dates or versions, so that the same numbers give the same bytes.
 METADATA = {"png": {"Software": None}, "pdf": {"CreationDate": None, "Producer": None, "Creator": None}}
 

@@ -115,6 +115,11 @@ def test_a_prompt_is_taken_as_it_was_typed():
         (["checkpoint=WHOLE", "prompt=why water", "tokens=64"], 1, ["exceed the model's context of 64"]),
         (["checkpoint=CUT", "prompt=why"], 1, ["cannot be read", "model.safetensors"]),
         (["checkpoint=WHOLE", "promt=why"], 2, ["did you mean prompt"]),
+        (
+            ["checkpoint=WHOLE", "float8=true"],
+            2,
+            ["float8=true, but device=cpu", "float8=true, but kernels=torch has no"],
+        ),
     ],
 )
 def test_what_cannot_be_written_is_refused(arguments, code, words, checkpoint, tmp_path, capsys):

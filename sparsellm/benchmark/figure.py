@@ -10,12 +10,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from sparsellm.benchmark.report import DENSE_FP8, PHASES, size
+from sparsellm.benchmark.report import DENSE_FP8, PHASES, SPARSE_FP8, size
 from sparsellm.figures import (
     BLUE,
     GREEN,
     GREY,
     ORANGE,
+    PURPLE,
     STYLE,
     from_zero,
     legend_above,
@@ -25,7 +26,7 @@ from sparsellm.figures import (
     written,
 )
 
-COLORS = {"kernels": BLUE, "PyTorch": GREY, "baseline": ORANGE, DENSE_FP8: GREEN}
+COLORS = {"kernels": BLUE, "PyTorch": GREY, "baseline": ORANGE, DENSE_FP8: GREEN, SPARSE_FP8: PURPLE}
 WIDTH, HEIGHT = 2.9, 2.5  # inches, per panel
 MOST_COLUMNS = 5
 Row = dict[str, Any]

@@ -56,7 +56,7 @@ class Side(NamedTuple):
 
     subject: Subject
     kernels: bool  # with the kernels that this process has loaded; False: with PyTorch
-    float8: bool = False  # linear layers in FP8, by torchao
+    float8: bool = False  # FP8: with kernels, attention and the gate product; with PyTorch, every linear layer
 
 
 Sides = dict[str, Side]
@@ -145,7 +145,7 @@ def training_config(side: Side, config: BenchmarkConfig, device: torch.device) -
             precision=Precision.bfloat16 if on_gpu else Precision.float32,
             compile=on_gpu,
             kernels=Kernels[_kernels(side) or "torch"],
-            float8=Float8.all if side.float8 else None,
+            float8=(Float8.attention if side.kernels else Float8.all) if side.float8 else None,
             micro_batch_size=config.micro_batch_size,
         ),
     )
@@ -169,8 +169,8 @@ def forward(sides: Sides, stock: dict[str, Any], config: BenchmarkConfig, device
     for name, side in sides.items():
         model = sharing_copy(stock[side.subject.identity])
         if kernels := _kernels(side):
-            accelerate(model, kernels)
-        if side.float8:
+            accelerate(model, kernels, float8=side.float8)
+        elif side.float8:
             float8.quantize_linears(model.model.layers)
         if device.type == "cuda":
             for layer in model.model.layers:

@@ -17,6 +17,7 @@ BENCHMARK_MD, BENCHMARK_PNG = "benchmark.md", "benchmark.png"  # in the folder o
 PHASES = ("forward", "training", "prefill", "decode")
 OUT_OF_MEMORY = "out of memory"
 DENSE_FP8 = "dense FP8"  # the side whose linear layers compute in FP8: the baseline's, if there is one
+SPARSE_FP8 = "sparse FP8"  # the side on the kernels with FP8 attention and gate product
 
 FIRST = 3  # columns that identify a row: model, size, and what computes the model
 
@@ -92,6 +93,11 @@ def notes(results: Row) -> list[str]:
         )
     if any(DENSE_FP8 in row["sides"] for row in rows):
         found.append(f"{DENSE_FP8}: every linear layer by torchao (forward: scales per row; training: per tensor)")
+    if any(SPARSE_FP8 in row["sides"] for row in rows):
+        found.append(
+            f"{SPARSE_FP8}: forward: attention by torchao (scales per row), and the gate product of calls that the tile"
+            " engine computes; training: attention (per tensor)"
+        )
     found += [
         f"{row['name']}: correlation of speedup and nonzeros over layers: {row['correlation_with_nonzeros']:+.2f}"
         for row in rows
@@ -162,7 +168,7 @@ def _speeds(results: Row) -> Table:
     table = [["checkpoint", "parameters", "on", "nonzeros", *titles, "held-out loss", "accuracy"]]
     for row, side in _sides(results):
         model, scores = _model_of(row, side), {"mean": None, "validation_loss": None}
-        if side != DENSE_FP8:  # `evaluate` scored these weights, but not in FP8
+        if side not in (DENSE_FP8, SPARSE_FP8):  # `evaluate` scored these weights, but not in FP8
             scores = model["scores"] or scores
         dense = model is not row or row["nonzeros"] is None
         table.append([

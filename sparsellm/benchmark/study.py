@@ -55,7 +55,7 @@ def benchmark(config: BenchmarkConfig) -> tuple[dict[str, Any], Path]:
         obstacle = missing[0].removeprefix("no kernels: ") if missing else None
         warn(computation(dtype, default_on(ranks.device.type), obstacle))
         on_gpu = ranks.device.type == "cuda"
-        no_float8, without_float8 = float8.obstacle(), []
+        no_float8, without_float8 = float8.obstacle(), list[str]()
         measured = []
         for i, name in enumerate(config.checkpoint):
             subject = Subject.open(locate(name), config)
@@ -66,7 +66,12 @@ def benchmark(config: BenchmarkConfig) -> tuple[dict[str, Any], Path]:
             reason = no_float8 or _odd_sizes((baseline or subject).config)
             if on_gpu and reason is not None:
                 without_float8.append(f"no dense FP8 of {(baseline or subject).name}: {reason}")
-            measured.append(_measure(subject, baseline, not missing, on_gpu and reason is None, config, ranks))
+            sparse = config.float8 and subject.activation == Activation.relu
+            if sparse and (odd := _odd_sizes(subject.config, feedforward=False)):
+                without_float8.append(f"no sparse FP8 of {subject.name}: {odd}")
+                sparse = False
+            in_float8 = [report.SPARSE_FP8] * sparse + [report.DENSE_FP8] * (on_gpu and reason is None)
+            measured.append(_measure(subject, baseline, not missing, in_float8, config, ranks))
         missing += without_float8
         if energy_mj(ranks.device) is None:
             missing.append(
@@ -123,22 +128,31 @@ def _without_kernels(config: BenchmarkConfig, device: torch.device) -> list[str]
     return []
 
 
-def _odd_sizes(model: ModelConfig) -> str | None:
-    """Why torchao would leave layers of `model` in bfloat16; None if it would not."""
-    odd = (f"{name} is {size}" for name, size in sizes_in_float8(model).items() if size % float8.MULTIPLE)
+def _odd_sizes(model: ModelConfig, feedforward: bool = True) -> str | None:
+    """Why torchao would leave layers of `model` in bfloat16; None if it would not. `feedforward`: count these too."""
+    sizes = sizes_in_float8(model, feedforward)
+    odd = (f"{name} is {size}" for name, size in sizes.items() if size % float8.MULTIPLE)
     wrong = next(odd, None)
     return wrong and f"{wrong}, and FP8 needs multiples of {float8.MULTIPLE}"
 
 
 def _measure(
-    subject: Subject, baseline: Subject | None, kernels: bool, in_float8: bool, config: BenchmarkConfig, ranks: Ranks
+    subject: Subject,
+    baseline: Subject | None,
+    kernels: bool,
+    in_float8: list[str],
+    config: BenchmarkConfig,
+    ranks: Ranks,
 ) -> dict[str, Any]:
-    """All measurements of one checkpoint, for JSON. Raises BenchmarkError if it cannot be measured."""
+    """All measurements of one checkpoint, for JSON. `in_float8`: the sides in FP8. Raises BenchmarkError if it cannot
+    be measured."""
     from sparsellm.analysis import activity, numbers, speed
 
     sparse = subject.activation == Activation.relu
     sides: Sides = {"kernels": Side(subject, True)} if kernels and sparse else {}
-    if in_float8:
+    if report.SPARSE_FP8 in in_float8:
+        sides[report.SPARSE_FP8] = Side(subject, True, float8=True)
+    if report.DENSE_FP8 in in_float8:
         sides[report.DENSE_FP8] = Side(baseline or subject, False, float8=True)
     sides["PyTorch"] = Side(subject, False)
     if baseline is not None:

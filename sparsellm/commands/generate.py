@@ -49,7 +49,7 @@ def main(config: GenerateConfig) -> int:
         return 2
     dtype = None if config.dtype == Dtype.auto else getattr(torch, config.dtype.name)
     try:
-        generator = _load(checkpoint, device_type(config.device.name), dtype, config.kernels)
+        generator = _load(checkpoint, device_type(config.device.name), dtype, config.kernels, config.float8)
     except (CheckpointNotFound, BrokenModel, OSError) as error:
         warn(unreadable(checkpoint, error))
         return 1
@@ -74,7 +74,9 @@ def _lines() -> list[str]:
     return [line for line in map(str.strip, sys.stdin) if line]
 
 
-def _load(checkpoint: Checkpoint, device: str, dtype: "torch.dtype | None", kernels: Kernels) -> "Generator":
+def _load(
+    checkpoint: Checkpoint, device: str, dtype: "torch.dtype | None", kernels: Kernels, float8: bool
+) -> "Generator":
     from sparsellm.inference.accelerate import is_accelerated
     from sparsellm.inference.generation import Generator
     from sparsellm.ops import backend
@@ -84,7 +86,8 @@ def _load(checkpoint: Checkpoint, device: str, dtype: "torch.dtype | None", kern
         checkpoint.identity()
         obstacle = precision.obstacle(kernels, device)
         on_cpu = device == "cpu" and kernels == Kernels.auto  # the line from `computation` says so
-        generator = Generator.load(checkpoint.model, device, dtype, kernels=None if on_cpu else kernels.name)
+        asked = None if on_cpu else kernels.name
+        generator = Generator.load(checkpoint.model, device, dtype, kernels=asked, float8=float8)
     why = precision.default_on(device) if dtype is None else f"dtype={precision.dtype_name(dtype)}"
     if obstacle is None and not is_accelerated(generator.decoder):
         obstacle = backend.available()[1] or "they compute ReLU gates"

@@ -6,6 +6,7 @@ check the paths named in a configuration.
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ def evaluate_mistakes(config: EvaluateConfig) -> list[str]:
             )
         return found
     found = _common_mistakes(config)
+    found += _float8_mistakes(config, ["compare_kernels=true measures bfloat16"] * config.compare_kernels)
     if not config.compare_kernels:
         return found + kernel_mistakes("kernels", config.kernels, _obstacles(config))
     obstacles = _obstacles(config) + ["kernels=torch uses no kernels"] * (config.kernels == Kernels.torch)
@@ -55,6 +57,7 @@ def generate_mistakes(config: GenerateConfig) -> list[str]:
     found = _common_mistakes(config, "generation")
     if config.prompt == "":
         found.append("prompt is empty: give a text, or leave it out to read prompts from standard input")
+    found += _float8_mistakes(config, torchao=False)
     return found + kernel_mistakes("kernels", config.kernels, _obstacles(config))
 
 
@@ -65,6 +68,7 @@ def benchmark_mistakes(config: BenchmarkConfig) -> list[str]:
             f"baseline has {len(config.baseline)} entries, but checkpoint has {len(config.checkpoint)}: give one"
             " baseline per checkpoint, in the same order, or none"
         )
+    found += _float8_mistakes(config)
     return found + kernel_mistakes("kernels", config.kernels, _obstacles(config))
 
 
@@ -130,6 +134,23 @@ def _common_mistakes(config: Any, single: str | None = None) -> list[str]:
     if single is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         found.append(f"{single} runs as one process: start it without torchrun")
     return found + (device_mistakes("device", config.device) if hasattr(config, "device") else [])
+
+
+def _float8_mistakes(
+    config: EvaluateConfig | GenerateConfig | BenchmarkConfig, obstacles: Sequence[str] = (), torchao: bool = True
+) -> list[str]:
+    """Error messages if float8=true asks for FP8 that `config` rules out, or that this machine does not have.
+    `obstacles`: more reasons in `config`. `torchao`: whether FP8 needs this package."""
+    if not config.float8:
+        return []
+    from sparsellm.ops import float8
+
+    ruled_out = [*_obstacles(config), *obstacles]
+    if config.kernels in (Kernels.triton, Kernels.torch):
+        ruled_out.append(f"kernels={config.kernels.name} has no FP8")
+    found = unavailable_kernels("float8=true", "float8=false", Kernels.cuda, ruled_out)
+    missing = float8.missing() if torchao else None
+    return found + ([] if missing is None else [f"float8=true does not run here: {missing}"])
 
 
 def _obstacles(config: EvaluateConfig | GenerateConfig | BenchmarkConfig) -> list[str]:

@@ -417,6 +417,9 @@ class EvaluateConfig:
     device: Device = key(Device.auto, DEVICE)
     kernels: Kernels = key(Kernels.auto, KERNELS)
     compare_kernels: bool = key(False, "Score twice, with the kernels and in PyTorch, and report both.")
+    float8: bool = key(
+        False, "Compute attention and the gate product in FP8 on the kernels; results go to a folder float8/."
+    )
     validation: bool = key(True, "Compute the held-out loss of the run's own validation split, as the run does.")
 
 
@@ -463,6 +466,9 @@ class GenerateConfig:
     dtype: Dtype = key(Dtype.auto, "Dtype of weights and activations. auto: bfloat16 on a GPU, float32 on a CPU.")
     device: Device = key(Device.auto, DEVICE)
     kernels: Kernels = key(Kernels.auto, KERNELS)
+    float8: bool = key(
+        False, "Compute the gate product of long prompts (1,536 tokens together) in FP8; decoding stays bfloat16."
+    )
 
 
 @dataclass
@@ -489,6 +495,7 @@ class BenchmarkConfig:
     kernels: Kernels = key(
         Kernels.auto, "Kernels to compare with PyTorch. auto: those that this GPU can run; torch: PyTorch alone."
     )
+    float8: bool = key(False, "Also measure each checkpoint on the kernels with FP8 attention and FP8 gate product.")
 
 
 @dataclass

@@ -20,9 +20,10 @@ from sparsellm.config import ConfigError, EvaluateConfig, Kernels, Precision, ta
 from sparsellm.data import DataError
 from sparsellm.distributed.groups import Ranks, device_type, first_error, on_main, process_group
 from sparsellm.evaluation import tasks
-from sparsellm.evaluation.perplexity import SEQUENCES, cross_entropy, perplexity
+from sparsellm.evaluation.perplexity import SEQUENCES, cross_entropy, perplexity, round_linears
 from sparsellm.evaluation.request import TORCH, Request, mistakes, rows_of
 from sparsellm.evaluation.results import (
+    FLOAT8,
     RESULTS,
     VALIDATION,
     Finished,
@@ -36,8 +37,9 @@ from sparsellm.hf import hub, pretrained
 from sparsellm.inference.accelerate import accelerate, is_accelerated, restore
 from sparsellm.model import Decoder
 from sparsellm.ops import backend
+from sparsellm.ops.compiler import KernelsUnavailable
 from sparsellm.runs.locate import unreadable
-from sparsellm.runs.precision import computation, dtype_name, load_float32, obstacle
+from sparsellm.runs.precision import computation, load_float32, obstacle
 from sparsellm.system import regular
 from sparsellm.system.console import warn
 from sparsellm.system.errors import SparsellmError
@@ -63,7 +65,8 @@ def evaluate_checkpoint(
     The main rank calls `show` and then `record` with the contents after writing them and before any rank returns,
     because torchrun ends the other ranks once one has failed.
 
-    {"checkpoint", "identity" of its weights, "step", "dtype" of all scores (null without any), "tasks": {TASK:
+    {"checkpoint", "identity" of its weights, "step", "dtype" of all scores ("float8": bfloat16 with FP8 attention and
+    gate; null without any), "float8": true if asked for (otherwise left out), "tasks": {TASK:
     {"metric", "score", "stderr", "acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "split", "rows", "note",
     "measured": {"dtype", "kernels", "device", "data", "limit", and the version of each package}}}, "failed": {TASK:
     reason}, "mean" of the scores, "mean_acc" of `acc`, "validation": {"loss" in nats per token, "perplexity", "tokens",
@@ -186,6 +189,11 @@ class Evaluation:
             opened = self.request.opened(identity)
         except (OSError, ValueError) as error:
             raise EvaluationError(unreadable(self.checkpoint, error)) from error
+        if self.config.float8 and opened.dtype != torch.bfloat16:
+            raise EvaluationError(
+                f"{self.checkpoint} is evaluated in {opened.dtype} ({opened.why}), and float8=true computes bfloat16"
+                " models: add dtype=bfloat16"
+            )
         if opened.output != self.request.output:
             others = " and ".join(sorted(dtypes(self.request.output, identity)))
             warn(
@@ -200,8 +208,12 @@ class Evaluation:
         checkpoint. Raises EvaluationError if the folder cannot be created."""
         try:
             inside = self.config.output_dir is None and self.checkpoint.folder in output.parents
-            if not inside or self.config.limit is not None:
-                output.parent.mkdir(parents=not inside, exist_ok=True)
+            if not inside:
+                output.parent.mkdir(parents=True, exist_ok=True)
+            else:
+                for parent in reversed(output.parents):
+                    if self.checkpoint.folder in parent.parents:
+                        parent.mkdir(exist_ok=True)
             output.mkdir(exist_ok=True)
         except OSError as error:
             raise EvaluationError(f"{output} cannot be written: {error}; choose another output_dir") from error
@@ -279,7 +291,7 @@ class Evaluation:
         if (error := first_error(error)) is not None:
             self._fail(task.name, error)
             return None, None
-        return {"result": result, "measured": self.request.measured(dtype_name(lm.model.dtype), self.kernels)}, samples
+        return {"result": result, "measured": self.request.measured(self.kernels)}, samples
 
     def _model(self, kernels: Kernels) -> Any:
         """The checkpoint as a SharedLM, loaded once, with blocks on `kernels`. Raises EvaluationError on failure."""
@@ -313,6 +325,10 @@ class Evaluation:
 
     def _accelerate(self, model: torch.nn.Module, kernels: Kernels) -> None:
         """Switch to `kernels` if they can run, and set `self.kernels` and `self.obstacle`, or raise EvaluationError."""
+        if self.config.float8:
+            self._accelerate_in_float8(model, kernels)
+            self.kernels, self.obstacle = "cuda", None
+            return
         self.kernels, self.obstacle = "torch", obstacle(kernels, self.ranks.device.type)
         if self.obstacle:
             return
@@ -329,6 +345,14 @@ class Evaluation:
                 self.obstacle = str(error)
         if self.obstacle and kernels.demanded:
             raise EvaluationError(f"the kernels do not compute {self.checkpoint}: {self.obstacle}")
+
+    def _accelerate_in_float8(self, model: torch.nn.Module, kernels: Kernels) -> None:
+        """Accelerate with FP8, or raise EvaluationError. One engine computes every call, so that scores depend neither
+        on earlier calls nor on timings."""
+        try:
+            accelerate(model, kernels.name, "tile", float8=True)
+        except (KernelsUnavailable, ValueError) as error:
+            raise EvaluationError(f"FP8 does not compute {self.checkpoint}: {error}") from error
 
     def _held_out(self) -> torch.Tensor | None:
         """`Request.held_out` on all ranks; None, with the reason in `failed`, if it fails."""
@@ -355,7 +379,8 @@ class Evaluation:
         return blocks
 
     def _validate(self, blocks: torch.Tensor, kernels: Kernels) -> dict[str, Any]:
-        """The held-out loss, computed as in training: with the run's float32 weights, precision and micro-batch."""
+        """The held-out loss, computed as in training: with the run's float32 weights, precision and micro-batch. FP8
+        rounds these weights to bfloat16 first, as autocast does in training."""
         config, device = self.request.run_config(), self.ranks.device
         try:
             model_config, activation, weights = load_float32(self.checkpoint)
@@ -365,16 +390,19 @@ class Evaluation:
             decoder = Decoder(model_config, activation)
         decoder.load_state_dict(weights, assign=True)
         decoder.to(device).eval()
-        if takes_kernels(replace(config.runtime, kernels=kernels), activation, device.type):
+        if self.config.float8:
+            round_linears(decoder)
+            self._accelerate_in_float8(decoder, kernels)
+        elif takes_kernels(replace(config.runtime, kernels=kernels), activation, device.type):
             accelerate(decoder, kernels.name)
-        bfloat16 = config.runtime.precision == Precision.bfloat16
+        bfloat16 = self.config.float8 or config.runtime.precision == Precision.bfloat16
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=bfloat16)
         given = config.runtime.micro_batch_size
         sequences = min(len(blocks), SEQUENCES if isinstance(given, str) else given)
         loss = cross_entropy(decoder, blocks, sequences, autocast, self.ranks)
         return {
             "loss": loss, "perplexity": perplexity(loss), "tokens": blocks.shape[0] * (blocks.shape[1] - 1),
-            "precision": config.runtime.precision.name, "device": device.type,
+            "precision": FLOAT8 if self.config.float8 else config.runtime.precision.name, "device": device.type,
         }  # fmt: skip
 
     def _fail(self, name: str, reason: str) -> None:

@@ -1,10 +1,11 @@
 """Cross entropy on held-out blocks, and perplexity."""
 
 import math
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from sparsellm.distributed.groups import Ranks
 from sparsellm.model import Decoder
@@ -32,6 +33,20 @@ def cross_entropy(
             total += model(block[:, :-1], block[: len(counted), 1:]).ce
     dist.all_reduce(total)
     return total.item() / (blocks.shape[0] * (blocks.shape[1] - 1))
+
+
+def round_linears(decoder: Decoder) -> None:
+    """Round the weights and inputs of the layers' linear modules to bfloat16, for FP8 modules in their place.
+
+    Autocast rounds both to the same bits when the modules are called, but torchao's FP8 modules ignore autocast, and
+    accept bfloat16 alone.
+    """
+    layer: Any
+    for layer in decoder.layers:
+        for module in layer.modules():
+            if isinstance(module, nn.Linear):
+                module.bfloat16()
+        layer.self_attn.register_forward_pre_hook(lambda _, inputs: (inputs[0].bfloat16(), *inputs[1:]))
 
 
 def perplexity(loss: float) -> float | None:

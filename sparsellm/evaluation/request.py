@@ -2,7 +2,8 @@
 assembled from the stored results.
 
 Scores in several dtypes are never in one folder. If OUTPUT has scores of these weights in another dtype than the dtype
-of this evaluation, this evaluation writes to OUTPUT/DTYPE.
+of this evaluation, this evaluation writes to OUTPUT/DTYPE. With float8=true it always writes to OUTPUT/float8, because
+other commands take the scores in OUTPUT for those of the model as it is.
 """
 
 import hashlib
@@ -17,7 +18,7 @@ from sparsellm import data
 from sparsellm.config import Config, EvaluateConfig, Kernels, evaluate_mistakes, load
 from sparsellm.distributed.groups import device_type
 from sparsellm.evaluation import tasks
-from sparsellm.evaluation.results import MEANS, VALIDATION, Finished, Parts, dtypes, kept, means
+from sparsellm.evaluation.results import FLOAT8, MEANS, VALIDATION, Finished, Parts, dtypes, kept, means
 from sparsellm.runs.layout import CONFIG, EVALUATION
 from sparsellm.runs.locate import Checkpoint, locate, not_found
 from sparsellm.runs.precision import computed_in, dtype_name
@@ -41,7 +42,8 @@ class Request:
         """The request made by `config`. Raises CheckpointNotFound if its checkpoint does not exist."""
         assert config.checkpoint is not None
         checkpoint = locate(config.checkpoint)
-        return cls(config, checkpoint, checkpoint.output(EVALUATION, config.output_dir, config.limit))
+        output = checkpoint.output(EVALUATION, config.output_dir, config.limit)
+        return cls(config, checkpoint, output / FLOAT8 if config.float8 else output)
 
     def opened(self, identity: str) -> "Request":
         """This request with its dtype, and the output folder for that dtype. `identity`: the checkpoint's.
@@ -49,8 +51,14 @@ class Request:
         Raises BrokenModel if the model cannot be used, and OSError if the hub cannot be read.
         """
         dtype, why = computed_in(self.config.dtype, self.checkpoint)
-        mixed = dtypes(self.output, identity) - {dtype_name(dtype)}
+        mixed = not self.config.float8 and dtypes(self.output, identity) - {dtype_name(dtype)}
         return replace(self, dtype=dtype, why=why, output=self.output / dtype_name(dtype) if mixed else self.output)
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype of the scores: FLOAT8 for a bfloat16 model that computes partly in FP8."""
+        assert self.dtype is not None  # set by `opened`
+        return FLOAT8 if self.config.float8 else dtype_name(self.dtype)
 
     @property
     def tasks(self) -> list[str]:
@@ -72,9 +80,8 @@ class Request:
 
     def finished(self, folder: Path, identity: str) -> Finished:
         """The stored results in `folder`, for the checkpoint `identity`. Raises OSError if `folder` is not writable."""
-        assert self.dtype is not None  # set by `Request.opened`
         decided_by = {
-            "weights": identity, "dtype": dtype_name(self.dtype), "device": device_type(self.config.device.name),
+            "weights": identity, "dtype": self.dtype_name, "device": device_type(self.config.device.name),
             "limit": self.config.limit, "lm_eval": installed("lm_eval"), "kernels": self.sides[folder].name,
         }  # fmt: skip
         return Finished(folder, decided_by)
@@ -103,11 +110,11 @@ class Request:
         """The source of the tasks' rows, for messages."""
         return "hub" if self.config.data_dir is None else str(Path(self.config.data_dir).expanduser().resolve())
 
-    def measured(self, dtype: str, kernels: str) -> dict[str, Any]:
-        """The settings under which a task is scored by a model of `dtype` on `kernels`."""
+    def measured(self, kernels: str) -> dict[str, Any]:
+        """The settings under which a task is scored by a model on `kernels`."""
         return {
-            "dtype": dtype, "kernels": kernels, "device": device_type(self.config.device.name), "data": self.source,
-            "limit": self.config.limit, **{package: installed(package) for package in PACKAGES},
+            "dtype": self.dtype_name, "kernels": kernels, "device": device_type(self.config.device.name),
+            "data": self.source, "limit": self.config.limit, **{package: installed(package) for package in PACKAGES},
         }  # fmt: skip
 
     def results(self, weights: str, failed: dict[str, str]) -> dict[str, Any]:
@@ -121,6 +128,7 @@ class Request:
             "identity": weights,
             "step": self.checkpoint.step,
             "dtype": next(iter(dtypes(self.output, weights)), None),
+            **({FLOAT8: True} if self.config.float8 else {}),
             "tasks": kernels["tasks"],
             "failed": failed,
             **{name: kernels[name] for name in MEANS},

@@ -6,6 +6,7 @@ OUTPUT/tasks/arc_easy.json: a finished task, and what its score depends on. A su
 OUTPUT/tasks/validation.json: the same for the held-out split.
 OUTPUT/torch/: samples and tasks computed by PyTorch, with compare_kernels=true.
 OUTPUT/float32/: the results of dtype=float32, where OUTPUT has scores in another dtype.
+OUTPUT/float8/: the results of float8=true, always apart from others.
 OUTPUT/limit_20/: the results of limit=20.
 """
 
@@ -24,6 +25,7 @@ VALIDATION = "validation"  # the name of the held-out loss among the tasks
 SETTINGS = ("dtype", "kernels", "device", "data", "limit", "lm_eval")  # settings that scores must share to be averaged
 
 STORED = "float32"  # the dtype of scores that name no dtype: before 0.1.0, runs stored their models in float32
+FLOAT8 = "float8"  # the folder and the "dtype" of scores of bfloat16 models whose attention and gate compute in FP8
 MEANS = {"mean": "score", "mean_acc": "acc"}  # name of the mean -> key of each task
 
 Parts = dict[str, dict[str, Any]]  # results by task name; the held-out split's result is under VALIDATION
@@ -77,8 +79,9 @@ def dtypes(folder: Path, weights: str) -> set[str]:
 
 
 def of_dtype(folder: Path, dtype: str) -> Path:
-    """The folder with the results for `dtype`: `folder/dtype` if it has results, else `folder`."""
-    return folder / dtype if (folder / dtype / RESULTS).is_file() else folder
+    """The folder with the results for `dtype`: `folder/dtype` if it has results, else `folder`. FLOAT8 is never in
+    `folder`."""
+    return folder / dtype if dtype == FLOAT8 or (folder / dtype / RESULTS).is_file() else folder
 
 
 def discard_others(folder: Path, weights: str) -> None:
@@ -154,19 +157,20 @@ def record_table(results: dict[str, Any]) -> str:
 
 
 def _record_name(task: dict[str, Any]) -> str:
-    limit = task["measured"].get("limit")
-    return "evaluation" if limit is None else f"evaluation/limit_{limit}"
+    limit, dtype = task["measured"].get("limit"), task["measured"].get("dtype")
+    return "evaluation" + (f"/limit_{limit}" if limit is not None else "") + (f"/{FLOAT8}" if dtype == FLOAT8 else "")
 
 
 def scores(results: dict[str, Any]) -> dict[str, float]:
-    """The numbers of `results` by flat names, for the run's W&B record. Names include the limit on rows."""
+    """The numbers of `results` by flat names, for the run's W&B record. Names include the limit on rows, and FP8."""
     tasks = results["tasks"]
     found = {f"{_record_name(task)}/{name}": task["score"] for name, task in tasks.items()}
     if results["mean"] is not None:
         found |= {f"{_record_name(next(iter(tasks.values())))}/{name}": results[name] for name in MEANS}
     if results[VALIDATION] is not None:
         each = {key: results[VALIDATION][key] for key in ("loss", "perplexity")}
-        found |= {f"evaluation/validation_{key}": value for key, value in each.items() if value is not None}
+        name = f"evaluation/{FLOAT8}" if results.get(FLOAT8) else "evaluation"
+        found |= {f"{name}/validation_{key}": value for key, value in each.items() if value is not None}
     return found
 
 
@@ -216,7 +220,8 @@ def table(results: dict[str, Any], asked: list[str]) -> str:
             lines.append(
                 f"validation{side}  loss {validation['loss']:.4f}"
                 f"  perplexity {'over 1e308' if perplexity is None else f'{perplexity:.3f}'}"
-                f"  over {validation['tokens']:,} held-out tokens, as the run validates{caveat(validation['tokens'])}"
+                f"  over {validation['tokens']:,} held-out tokens,"
+                f" {'in FP8' if results.get(FLOAT8) else 'as the run validates'}{caveat(validation['tokens'])}"
                 f"{', from an earlier evaluation of these weights' if VALIDATION in results['failed'] else ''}"
             )
     return "\n".join(lines)

@@ -16,6 +16,8 @@ An accelerated model compiles like any other, whole or by layer. The choice of e
 run time, so a new choice recompiles nothing.
 """
 
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 
@@ -30,6 +32,8 @@ from sparsellm.policy import Policy, first_use
 from sparsellm.policy.training import TrainingChoice
 from sparsellm.system.console import warn
 
+FLOAT8_GATE = f"the gate product of calls of at least {MANY_TOKENS:,} tokens that the tile engine computes"
+
 
 def is_accelerated(model: nn.Module) -> bool:
     return any(isinstance(module, SparseFeedForward) for module in model.modules())
@@ -43,7 +47,7 @@ def accelerate(
     calibrate: bool = True,
     policy: Policy | None = None,
     training: bool = False,
-    float8: bool = False,
+    float8: bool | Literal["gate"] = False,
 ) -> nn.Module:
     """Switch the feedforward blocks inside `model` to the operator, in place.
 
@@ -62,7 +66,7 @@ def accelerate(
         float8: Compute attention's projections in FP8 by torchao, and the gate product of the tile engine, from 1,536
             tokens on, in FP8 by the CUDA kernels. Values are rounded to e4m3 with a scale per token and per row of a
             weight; every neuron that fires after this rounding is computed. `restore` leaves attention in FP8. Needs
-            the CUDA kernels and the package torchao.
+            the CUDA kernels and the package torchao. "gate": only the gate product, without torchao.
 
     Returns:
         `model`.
@@ -83,8 +87,8 @@ def accelerate(
         raise ValueError(f"engine is {engine!r} with training=True: it should be None")
     if float8 and (training or kernels in ("triton", "torch")):
         raise ValueError(
-            f"float8 is True with kernels={kernels!r} and training={training}: it should be False, because only the"
-            " CUDA kernels multiply in FP8, and only without gradients (runtime.float8 trains attention in FP8)"
+            f"float8 is {float8!r} with kernels={kernels!r} and training={training}: it should be False, because only"
+            " the CUDA kernels multiply in FP8, and only without gradients (runtime.float8 trains attention in FP8)"
         )
     if any(isinstance(module, SparseFeedForward) and module.original == (None,) for module in model.modules()):
         raise ValueError(
@@ -94,6 +98,8 @@ def accelerate(
     if is_accelerated(model):
         raise ValueError(f"this {kind(model)} is accelerated already: call sparsellm.restore(model) first")
     originals = feedforward_blocks(model)
+    if float8:
+        kernels = "cuda"
     if kernels == "auto" and not backend.available()[0]:
         if not training:
             return model
@@ -101,7 +107,7 @@ def accelerate(
     if kernels in ("cuda", "triton"):
         backend.load(kernels)
     if float8:
-        _check_float8(model, originals)
+        _check_float8(model, originals, float8)
     # A layer in training measures again before its first decision, because the model may still be on a CPU now.
     measures = calibrate and policy is None
     if policy is None and backend.loaded() and engine is None and kernels != "torch":
@@ -110,31 +116,32 @@ def accelerate(
     _replace(
         model,
         {
-            block: SparseFeedForward.around(block, *of_all, TrainingChoice(measures) if training else None, float8)
+            block: SparseFeedForward.around(
+                block, *of_all, TrainingChoice(measures) if training else None, bool(float8)
+            )
             for block in originals
         },
     )
     spare_padding(model)
-    if float8:
+    if float8 == "gate":
+        warn(f"FP8: {FLOAT8_GATE}; everything else, such as attention and decoding steps, stays bfloat16")
+    elif float8:
         for name, module in model.named_modules():
             if name.endswith("self_attn"):
                 torchao.quantize_linears(module)
-        warn(
-            f"FP8: attention's projections, and the gate of calls of at least {MANY_TOKENS:,} tokens that the tile"
-            " engine computes; everything else stays bfloat16"
-        )
+        warn(f"FP8: attention's projections, and {FLOAT8_GATE}; everything else stays bfloat16")
     return model
 
 
-def _check_float8(model: nn.Module, blocks: list[nn.Module]) -> None:
+def _check_float8(model: nn.Module, blocks: list[nn.Module], float8: bool | Literal["gate"]) -> None:
     """Raise ValueError if this machine, a block or the model's attention has no FP8 products."""
-    obstacle = torchao.obstacle()
-    if obstacle is None and backend.loaded() != "cuda":
-        obstacle = f"the loaded kernels are {backend.loaded()}, and only the CUDA kernels multiply in FP8"
+    obstacle = None if float8 == "gate" else torchao.obstacle()
     if obstacle is not None:
-        raise ValueError(f"float8 is True: it should be False here, because {obstacle}")
+        raise ValueError(f"float8 is {float8!r}: it should be False here, because {obstacle}")
     attention = [module for name, module in model.named_modules() if name.endswith("self_attn")]
-    if not attention:
+    if float8 == "gate":
+        attention = []
+    elif not attention:
         raise ValueError(f"this {kind(model)} has no module `self_attn`: float8 should be False")
     for name, linear in (found for module in attention for found in module.named_modules()):
         if isinstance(linear, nn.Linear) and any(size % torchao.MULTIPLE for size in linear.weight.shape):

@@ -101,8 +101,11 @@ class Generator:
         dtype: The dtype of the weight matrices and the key/value cache.
         kernels: An argument of `accelerate`; None does not accelerate. SiLU models are never accelerated.
         calibrate: An argument of `accelerate`.
+        float8: Compute the gate product of the tile engine in FP8, in prompts with 1,536 or more tokens together. A
+            message says that attention and decoding stay bfloat16, for which there are no FP8 kernels here.
 
     Raises:
+        ValueError: `float8` is True, and the model, its dtype or `kernels` has no FP8 product.
         KernelsUnavailable: The Triton kernels, which dense models need too, do not run on this GPU.
     """
 
@@ -114,6 +117,7 @@ class Generator:
         dtype: torch.dtype = torch.float32,
         kernels: str | None = "auto",
         calibrate: bool = True,
+        float8: bool = False,
     ) -> None:
         self.device = decoder.embed_tokens.weight.device
         layer_forward.require_kernels(decoder.embed_tokens.weight)
@@ -121,7 +125,9 @@ class Generator:
         self.decoder = decoder.requires_grad_(False).eval()
         for parameter in decoder.parameters():
             parameter.data = parameter.data.to(dtype if parameter.dim() == 2 else torch.float32).contiguous()
-        if kernels is not None and not isinstance(decoder.layers[0].mlp, SiluFeedForward):
+        if float8:  # refuses what has no FP8 product, such as SiLU models
+            accelerate(decoder, kernels or "torch", calibrate=calibrate, float8="gate")
+        elif kernels is not None and not isinstance(decoder.layers[0].mlp, SiluFeedForward):
             accelerate(decoder, kernels, calibrate=calibrate)
         for block in decoder.modules():
             if isinstance(block, SparseFeedForward):
@@ -140,10 +146,11 @@ class Generator:
             path: The folder or hub name.
             device: Default: a GPU if there is one.
             dtype: Default: bfloat16 on a GPU, float32 on a CPU.
-            settings: `kernels` and `calibrate` of Generator.
+            settings: `kernels`, `calibrate` and `float8` of Generator.
 
         Raises:
             BrokenModel: The files are not a model that Generator runs.
+            ValueError, KernelsUnavailable: As for Generator.
         """
         config, activation, weights = conversion.load(path)
         tokenizer = pretrained.read_tokenizer(path, config.vocab_size)

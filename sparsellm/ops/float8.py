@@ -18,10 +18,17 @@ MULTIPLE = 16  # both dimensions of a weight must be multiples of this for torch
 CAPABILITY = (8, 9)  # Ada, the first generation whose tensor cores multiply FP8
 
 
-def obstacle() -> str | None:
-    """Why torchao cannot compute FP8 products here; None if it can."""
+def missing() -> str | None:
+    """A sentence if torchao is not installed, else None."""
     if find_spec("torchao") is None:
         return "the package torchao is not installed: install it with `pip install torchao`"
+    return None
+
+
+def obstacle() -> str | None:
+    """Why torchao cannot compute FP8 products here; None if it can."""
+    if (package := missing()) is not None:
+        return package
     if not torch.cuda.is_available():
         return "torch sees no GPU"
     if torch.cuda.get_device_capability() < CAPABILITY:

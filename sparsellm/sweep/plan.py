@@ -41,6 +41,7 @@ from sparsellm.config.values import flat
 from sparsellm.evaluation import live
 from sparsellm.evaluation.checkpoint import is_complete
 from sparsellm.evaluation.checkpoint import mistakes as evaluation_mistakes
+from sparsellm.evaluation.results import FLOAT8
 from sparsellm.runs import folder as run_folder
 from sparsellm.runs import layout
 from sparsellm.runs.layout import BENCHMARK, BENCHMARK_JSON
@@ -117,6 +118,8 @@ class Sweep:
     def dtype(self, point: Point) -> str:
         """The name of the dtype in which a point is evaluated."""
         typed = self.evaluation.dtype
+        if self.evaluation.float8:
+            return FLOAT8
         return point.config.runtime.precision.name if typed == Dtype.auto else typed.name
 
     def evaluation_of(self, point: Point) -> list[str]:

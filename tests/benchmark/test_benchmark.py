@@ -55,7 +55,7 @@ def kernels(monkeypatch):
     monkeypatch.setattr(timing, "energy_mj", lambda _device: next(counter))
     monkeypatch.setattr(study, "energy_mj", lambda _device: 0)
     monkeypatch.setattr(study, "_without_kernels", lambda *_: [])
-    monkeypatch.setattr(phases, "accelerate", lambda model, _kernels: accelerate(model, "torch"))
+    monkeypatch.setattr(phases, "accelerate", lambda model, _kernels, **_: accelerate(model, "torch"))
     monkeypatch.setattr(
         phases, "Generator", lambda decoder, dtype, kernels: Generator(decoder, (), None, dtype, kernels and "torch")
     )
@@ -165,7 +165,7 @@ def test_every_phase_takes_the_kernels_that_are_loaded(run, kernels, monkeypatch
     """The Triton kernels, on a GPU that is not Hopper: `accelerate` then refuses others."""
     subject, taken = Subject.open(locate(str(run)), BenchmarkConfig()), []
     monkeypatch.setattr(phases.backend, "loaded", lambda: "triton")
-    monkeypatch.setattr(phases, "accelerate", lambda model, name: taken.append(name) or accelerate(model, "torch"))
+    monkeypatch.setattr(phases, "accelerate", lambda model, name, **_: taken.append(name) or accelerate(model, "torch"))
     made = phases.Generator
     monkeypatch.setattr(
         phases,
@@ -198,6 +198,35 @@ def test_dense_fp8_is_the_dense_model_with_rounded_weights_and_is_not_generated(
     assert all(torch.equal(exact[name], weight) for name, weight in before.items())
 
 
+def test_sparse_fp8_is_measured_where_it_is_asked_for_and_the_sizes_allow_it(run, monkeypatch):
+    """Forward passes by accelerate(float8=True), training with FP8 attention, and no generation."""
+    asked, sides = [], {}
+    monkeypatch.setattr(
+        phases,
+        "accelerate",
+        lambda model, kernels, float8: asked.append((kernels, float8)) or accelerate(model, "torch"),
+    )
+    ours = Subject.open(locate(str(run)), BenchmarkConfig(sequences=2))
+    side = phases.Side(ours, True, float8=True)
+    assert phases.training_config(side, BenchmarkConfig(), CPU).runtime.float8.name == "attention"
+    rates = phases.forward({"a": side}, {ours.identity: phases.stock_model(ours, CPU)}, BenchmarkConfig(seconds=0), CPU)
+    assert rates["a"]["tokens_per_s"] > 0
+    assert asked == [("cuda", True)]
+
+    def measure(_subject, _baseline, kernels, in_float8, *_):
+        sides[kernels] = in_float8
+        raise study.BenchmarkError("measured")
+
+    monkeypatch.setattr(study, "mistakes", lambda _: [])
+    monkeypatch.setattr(study, "_without_kernels", lambda *_: [])
+    monkeypatch.setattr(study, "_measure", measure)
+    for typed, odd, expected in ((True, None, ["sparse FP8"]), (False, None, []), (True, "hidden size is 40", [])):
+        monkeypatch.setattr(study, "_odd_sizes", lambda _model, feedforward=True, odd=odd: odd)
+        with pytest.raises(study.BenchmarkError, match="measured"):
+            study.benchmark(BenchmarkConfig([str(run)], float8=typed))
+        assert sides == {True: expected}
+
+
 def test_dense_fp8_has_no_scores_and_no_decoding_in_the_tables():
     rate = {"tokens_per_s": 2000.0, "mj_per_token": 1.0, "peak_bytes": 2**30}
     model = {"name": "A", "checkpoint": "A", "parameters": 10**9, "activation": "relu"}
@@ -211,6 +240,10 @@ def test_dense_fp8_has_no_scores_and_no_decoding_in_the_tables():
     assert speeds[2][-2:] == ["2.5000", "0.5000"]
     assert energies[1] == ["A", "1.00B", "dense FP8", "1 (1.00x)", "out of memory", "-", "-"]
     assert any(note.startswith("dense FP8: every linear layer by torchao") for note in report.notes(results))
+    sides["sparse FP8"] = sides.pop("dense FP8")
+    row["sides"] = dict(reversed(sides.items()))
+    assert report.tables(results)[0][1][-2:] == ["-", "-"]
+    assert any(note.startswith("sparse FP8: forward: attention by torchao") for note in report.notes(results))
     assert figure.draw(results).startswith(b"\x89PNG")
 
 

@@ -9,9 +9,16 @@ import torch
 
 from sparsellm.config import (
     SHORTEST_SEQUENCE,
+    BenchmarkConfig,
     ConfigError,
+    Dtype,
+    EvaluateConfig,
+    GenerateConfig,
     Kernels,
+    benchmark_mistakes,
+    evaluate_mistakes,
     from_overrides,
+    generate_mistakes,
     memory_mistakes,
     mistakes,
     parameters,
@@ -199,6 +206,39 @@ def test_float8_is_refused_with_the_machines_own_reason(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
     assert "NVIDIA A100 has no FP8, which needs compute capability 8.9 or higher" in refusal()
+
+
+@pytest.mark.parametrize("kind", [EvaluateConfig, GenerateConfig, BenchmarkConfig])
+def test_commands_refuse_float8_by_what_is_missing(kind, monkeypatch):
+    refuse = {
+        EvaluateConfig: evaluate_mistakes, GenerateConfig: generate_mistakes, BenchmarkConfig: benchmark_mistakes
+    }[kind]  # fmt: skip
+
+    def refusals(**settings):
+        return [each for each in refuse(kind(**settings, float8=True)) if "float8" in each]
+
+    monkeypatch.setattr(build, "check", lambda: None)
+    monkeypatch.setattr(float8, "find_spec", lambda _name: None)
+    package = (
+        "float8=true does not run here: the package torchao is not installed: install it with `pip install torchao`"
+    )
+    assert refusals() == ([] if kind == GenerateConfig else [package])
+    monkeypatch.setattr(float8, "find_spec", lambda _name: object())
+    assert refusals() == []
+    change = "change it, or use float8=false"
+    assert refusals(kernels=Kernels.triton) == [f"float8=true, but kernels=triton has no FP8: {change}"]
+    if kind != BenchmarkConfig:
+        assert refusals(dtype=Dtype.float32) == [f"float8=true, but dtype=float32 is not bfloat16: {change}"]
+    if kind == EvaluateConfig:
+        assert refusals(compare_kernels=True) == [f"float8=true, but compare_kernels=true measures bfloat16: {change}"]
+
+    def unavailable():
+        raise build.KernelsUnavailable("the kernels need a Hopper GPU")
+
+    monkeypatch.setattr(build, "check", unavailable)
+    assert refusals() == [
+        "float8=true does not run here (float8=false does not need it): the kernels need a Hopper GPU"
+    ]
 
 
 def test_kernels_are_refused_with_the_machines_own_reason(monkeypatch):

@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 
+import float8_stand_in
 import lm_eval
 import numpy as np
 import pytest
@@ -41,10 +42,12 @@ from sparsellm.config import (
     takes_kernels,
 )
 from sparsellm.distributed.groups import process_group
-from sparsellm.evaluation import checkpoint, downstream, record, request, results, tasks
+from sparsellm.evaluation import checkpoint, downstream, perplexity, record, request, results, tasks
 from sparsellm.evaluation.checkpoint import evaluate_checkpoint
-from sparsellm.hf import hub
+from sparsellm.hf import conversion, hub
 from sparsellm.inference import accelerate
+from sparsellm.model import Decoder
+from sparsellm.ops import float8 as float8_linears
 from sparsellm.runs.checkpoint import Checkpoints
 from sparsellm.runs.metrics import METRICS, read
 from sparsellm.runs.wandb_record import WandbRun
@@ -424,6 +427,62 @@ def test_scores_in_another_dtype_go_to_a_folder_of_their_own(run, rows, monkeypa
     assert list(evaluated(Dtype.float32, "piqa")["tasks"]) == ["piqa"]
     assert list(evaluated(Dtype.bfloat16, "winogrande")["tasks"]) == ["winogrande"]
     assert checkpoint.is_complete(EvaluateConfig(str(run), ["winogrande"], str(rows), validation=False))
+
+
+def test_float8_is_scored_and_stored_apart(run, rows, monkeypatch):
+    float8_stand_in.install(monkeypatch)
+    monkeypatch.setattr(request, "evaluate_mistakes", lambda _: [])
+    asked = []
+
+    def in_float8(model, *settings, float8):
+        asked.append((type(model).__name__, *settings, float8))
+        for name, module in model.named_modules():
+            if name.endswith("self_attn"):
+                float8_linears.quantize_linears(module)
+
+    def evaluated(**settings):
+        return evaluate_checkpoint(EvaluateConfig(str(run), ["piqa"], str(rows), **settings))
+
+    base = run / LAST / "evaluation"
+    monkeypatch.setattr(checkpoint, "accelerate", in_float8)
+    found = evaluated(float8=True)
+    assert asked == [("LlamaForCausalLM", "auto", "tile", True), ("Decoder", "auto", "tile", True)]
+    assert found == json.loads((base / "float8/results.json").read_text())
+    assert not (base / "results.json").exists()
+    assert (found["float8"], found["dtype"], found["validation"]["precision"]) == (True, "float8", "float8")
+    assert (found["tasks"]["piqa"]["measured"]["dtype"], found["tasks"]["piqa"]["measured"]["kernels"]) == (
+        "float8",
+        "cuda",
+    )
+    assert checkpoint.is_complete(EvaluateConfig(str(run), ["piqa"], str(rows), float8=True))
+    written = (base / "float8/results.json").read_bytes()
+    exact = evaluated()
+    assert exact == json.loads((base / "results.json").read_text())
+    assert "float8" not in exact
+    assert exact["dtype"] == "bfloat16"
+    assert 0 < abs(exact["validation"]["loss"] - found["validation"]["loss"]) < 0.1
+    assert (base / "float8/results.json").read_bytes() == written
+    assert results.of_dtype(base, "float8") == base / "float8"
+    limited = evaluated(float8=True, limit=2, validation=False)
+    assert limited["output_dir"] == str(base / "limit_2/float8")
+    with pytest.raises(checkpoint.EvaluationError, match=r"float32 .*, and float8=true computes bfloat16 models: add"):
+        evaluated(float8=True, dtype=Dtype.float32)
+    monkeypatch.setattr(checkpoint, "accelerate", accelerate.accelerate)
+    with pytest.raises(checkpoint.EvaluationError, match=r"FP8 does not compute .*: "):
+        evaluated(float8=True, limit=1)
+
+
+def test_rounding_the_linear_modules_changes_no_bit_of_a_loss_under_autocast(run):
+    config, activation, weights = conversion.load(run / LAST / "hf")
+    decoder = Decoder(config, activation).eval()
+    decoder.load_state_dict(weights)
+    tokens = torch.randint(config.vocab_size, (3, 17), generator=torch.Generator().manual_seed(0))
+    with process_group("cpu") as ranks:
+        given = 2, torch.autocast("cpu", torch.bfloat16), ranks
+        before = perplexity.cross_entropy(decoder, tokens, *given)
+        perplexity.round_linears(decoder)
+        assert decoder.layers[0].self_attn.q_proj.weight.dtype == torch.bfloat16
+        assert perplexity.cross_entropy(decoder, tokens, *given) == before
 
 
 def test_the_same_rows_in_another_folder_are_not_scored_again_and_have_a_mean_with_it(bare, rows, tmp_path):

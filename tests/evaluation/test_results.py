@@ -2,7 +2,7 @@
 
 import pytest
 
-from sparsellm.evaluation.results import Finished, discard_others, kept, means, only, scores, table
+from sparsellm.evaluation.results import Finished, discard_others, kept, means, only, record_table, scores, table
 
 SETTINGS = {"dtype": "float32", "kernels": "torch", "device": "cpu", "data": "hub", "limit": None, "lm_eval": "0.4.9"}
 
@@ -82,6 +82,13 @@ def test_the_record_names_the_rows_of_each_score():
     assert scores(results())["evaluation/mean"] == 0.375
     assert scores(results())["evaluation/mean_acc"] == 0.325
     assert scores(results(tasks={"piqa": task(0.7, limit=20)}))["evaluation/limit_20/mean"] == 0.7
+
+
+def test_the_record_and_the_table_keep_float8_apart():
+    found = results(tasks={"piqa": task(0.7, dtype="float8")}, float8=True)
+    assert {name.rpartition("/")[0] for name in scores(found)} == {"evaluation/float8"}
+    assert record_table(found) == "evaluation/float8/table"
+    assert "held-out tokens, in FP8" in table(found, ["piqa"])
 
 
 def test_the_mean_of_fewer_tasks_is_theirs():

@@ -19,6 +19,7 @@ from sparsellm.inference.engine_choice import MANY, _choice_of
 from sparsellm.model import Decoder
 from sparsellm.ops import Plan, cuda, float8_gate
 from sparsellm.ops.build import KernelsUnavailable
+from sparsellm.ops.feedforward import forward
 from sparsellm.policy import Policy
 
 # The same model.
@@ -272,6 +273,43 @@ def test_a_model_in_float8_rounds_attention_and_the_gate_of_long_calls(hollow, m
     changed = {name for name, weight in before.items() if not torch.equal(after[name], weight)}
     assert changed == {name for name in before if "self_attn" in name and "norm" not in name}
     assert all(layer.mlp.choice.float8 for layer in model.model.layers)
+
+
+def test_the_gate_alone_in_float8_needs_no_torchao_and_takes_the_tile_engine_before_any_counts(hollow, monkeypatch):
+    monkeypatch.setattr(module.torchao, "obstacle", lambda: pytest.fail("asked for torchao"))
+    monkeypatch.setattr(cuda, "quantize_rows", float8_gate.quantize_rows)
+    said, gates = [], []
+    monkeypatch.setattr(module, "warn", said.append)
+
+    def gate_in_float8(x, w_gate, w_up, w_down_t, thresholded, room):
+        gates.append(len(x))
+        return forward(x, w_gate, w_up, w_down_t.T, Plan(), None, False)[:4]
+
+    monkeypatch.setattr(cuda, "float8_forward", gate_in_float8)
+    monkeypatch.setattr(cuda, "readable", lambda tensor: tensor)
+    model = make("llama")
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    sparsellm.accelerate(model, float8="gate")
+    assert said == [
+        "FP8: the gate product of calls of at least 1,536 tokens that the tile engine computes; everything else, such"
+        " as attention and decoding steps, stays bfloat16"
+    ]
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+    hollow.of(model, tokens(128))
+    assert gates == [128] * len(model.model.layers)
+    gates.clear()
+    hollow.of(model, tokens(127))
+    assert gates == []
+
+
+def test_float8_is_never_left_out_silently(monkeypatch):
+    def unavailable():
+        raise KernelsUnavailable("there is no GPU")
+
+    monkeypatch.setattr(module.backend.build, "load", unavailable)
+    for float8 in (True, "gate"):
+        with pytest.raises(KernelsUnavailable, match="there is no GPU"):
+            sparsellm.accelerate(make("llama"), float8=float8)
 
 
 def test_without_kernels_auto_leaves_the_model_and_cuda_refuses(monkeypatch):

@@ -49,6 +49,18 @@ def test_greedy_tokens_are_those_of_transformers(name, activation, kernels):
     assert all_of(generator, PROMPTS, 40) == expected  # in memory used by earlier calls
 
 
+def test_float8_is_the_gate_of_prompts_alone_and_refused_where_there_is_none(monkeypatch):
+    asked = []
+    monkeypatch.setattr(generation, "accelerate", lambda *_, **settings: asked.append(settings))
+    Generator(make("decoder"), float8=True)
+    assert asked == [{"calibrate": True, "float8": "gate"}]
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="float8 is 'gate' with kernels='torch'"):
+        Generator(make("decoder"), kernels=None, float8=True)
+    with pytest.raises(ValueError, match="SiLU"):
+        Generator(make("decoder", activation=Activation.silu), float8=True)
+
+
 @pytest.mark.slow
 def test_in_bfloat16_texts_part_from_transformers_at_near_ties_only():
     """The residual stream is float32 here and bfloat16 there, so logits differ."""

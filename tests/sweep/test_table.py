@@ -5,6 +5,7 @@ import errno
 import io
 import json
 import os
+from dataclasses import replace
 
 import pytest
 from matplotlib.figure import Figure
@@ -153,6 +154,17 @@ def test_the_markdown_table_is_aligned_and_says_what_its_numbers_are(swept):
     assert any("did not fire for the last 100,000 tokens" in line for line in lines)
     assert any("- Scores: zero-shot, in float32, acc_norm" in line for line in lines)
     assert any("the sum over neurons and layers of |h|" in line for line in lines)
+
+
+def test_scores_in_float8_are_those_of_their_own_folder(swept):
+    sweep = replace(swept("sparsity.l1_coefficient=1e-3"), evaluate=["float8=true"])
+    (point,) = sweep.points
+    leave(point, scores=scored(0.5, piqa=0.5))
+    assert "piqa" not in table.rows(sweep)[0]
+    (point.checkpoint / "evaluation/float8").mkdir()
+    result = scored(0.25, piqa=0.25) | {"dtype": "float8", "float8": True}
+    (point.checkpoint / "evaluation/float8/results.json").write_text(json.dumps(result))
+    assert (table.rows(sweep)[0]["piqa"], table.rows(sweep)[0]["score_dtype"]) == (0.25, "float8")
 
 
 def test_scores_in_several_dtypes_say_which_each_is_of(swept):
