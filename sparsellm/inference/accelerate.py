@@ -99,7 +99,7 @@ def accelerate(
         raise ValueError(f"this {kind(model)} is accelerated already: call sparsellm.restore(model) first")
     originals = feedforward_blocks(model)
     if float8:
-        kernels = "cuda"
+        kernels = "cuda"  # "auto" would leave the model in bfloat16 where the kernels are unavailable
     if kernels == "auto" and not backend.available()[0]:
         if not training:
             return model

@@ -146,7 +146,7 @@ class StepMemory:
         if self.runtime.compile:
             per_token = 2 * FLOAT32 * width + element * (width + 2 * rotated)
             per_token += element * rotated if model.qk_norm else 0
-            # The normalised inputs of layers in FP8, of which those of feedforward layers are within the 8 K above.
+            # Compiled backward recomputes the normalised input of attention in FP8, and of feedforward layers in FP8.
             per_token -= element * width * (0 if float8 is None else 2 if float8 == Float8.all else 1)
         else:  # an eager layer also keeps both norms' float32 results and the intermediates of the rotation
             per_token = 4 * FLOAT32 * width + element * (2 * width + 3 * rotated)
