@@ -66,7 +66,7 @@ def benchmark(config: BenchmarkConfig) -> tuple[dict[str, Any], Path]:
             reason = no_float8 or _odd_sizes((baseline or subject).config)
             if on_gpu and reason is not None:
                 without_float8.append(f"no dense FP8 of {(baseline or subject).name}: {reason}")
-            sparse = config.float8 and subject.activation == Activation.relu
+            sparse = config.float8 and not missing and subject.activation == Activation.relu
             if sparse and (odd := _odd_sizes(subject.config, feedforward=False)):
                 without_float8.append(f"no sparse FP8 of {subject.name}: {odd}")
                 sparse = False
