@@ -121,4 +121,14 @@ cudaError_t launch_early(void (*kernel)(Parameters...), dim3 grid, int block, ui
   return launch_with(true, kernel, grid, block, shared_bytes, cluster, stream, arguments...);
 }
 
+// Launches a persistent kernel early, with one CTA per SM.
+template <class... Parameters, class... Arguments>
+cudaError_t launch_persistent(void (*kernel)(Parameters...), int block, uint32_t shared_bytes, cudaStream_t stream,
+                              Arguments&&... arguments) {
+  int count = 0;
+  const cudaError_t error = multiprocessors(&count);
+  if (error != cudaSuccess) return error;
+  return launch_early(kernel, count, block, shared_bytes, 1, stream, arguments...);
+}
+
 }  // namespace sparsellm

@@ -30,9 +30,10 @@ constexpr int kDealtRounds = 2;
 // ahead of the others: then seven pairs are in use.
 constexpr int kRounds = 8;
 
+using PairPipeline = Pipeline<kStages, 2>;
+
 struct PairShared {
-  uint64_t full[kStages];
-  uint64_t empty[kStages];
+  PairPipeline::Storage pipeline;
   uint64_t tile_full;
   uint64_t tile_free;
   uint64_t drawn[kRounds];
@@ -109,7 +110,9 @@ struct PairCta {
   const PairMemory& memory;
   const PairProduct& product;
   PairShared& shared;
-  uint32_t full, empty, tile_full, tile_free, drawn;
+  PairPipeline pipeline;
+  Scheduler<kRounds> scheduler;
+  uint32_t tile_full, tile_free;
   int warp;
   uint32_t lane, rank;
   uint32_t row_pairs, pairs;
@@ -118,11 +121,10 @@ struct PairCta {
       : memory(memory),
         product(product),
         shared(*memory.shared),
-        full(ptx::smem_address(shared.full)),
-        empty(ptx::smem_address(shared.empty)),
+        pipeline(shared.pipeline),
+        scheduler(shared.drawn),
         tile_full(ptx::smem_address(&shared.tile_full)),
         tile_free(ptx::smem_address(&shared.tile_free)),
-        drawn(ptx::smem_address(shared.drawn)),
         warp(ptx::warp_index()),
         lane(threadIdx.x % 32),
         rank(ptx::cluster_rank()),
@@ -131,17 +133,14 @@ struct PairCta {
 
   // Called by one thread.
   __device__ __forceinline__ void init_barriers() const {
-    for (int s = 0; s < kStages; ++s) {
-      ptx::mbarrier_init(full + 8 * s, 1);
-      ptx::mbarrier_init(empty + 8 * s, 2 * kConsumerWarps);  // the consumers of both CTAs arrive, because this CTA's
-                                                              // producer also writes to the other CTA's stages
-    }
+    // The consumers of both CTAs release a stage, because this CTA's producer also writes to the other CTA's stages.
+    for (int s = 0; s < kStages; ++s) pipeline.init(s, 1, 2 * kConsumerWarps);
     ptx::mbarrier_init(tile_full, kConsumerWarps);
     ptx::mbarrier_init(tile_free, kFinishWarps);
-    for (int r = 0; r < kRounds; ++r) ptx::mbarrier_init(drawn + 8 * r, 1);
+    for (int r = 0; r < kRounds; ++r) ptx::mbarrier_init(scheduler.barrier(r), 1);
     for (int r = 0; r < kDealtRounds; ++r) {
       shared.pairs[r] = (r * gridDim.x + blockIdx.x) / 2;
-      ptx::mbarrier_arrive(drawn + 8 * r);
+      ptx::mbarrier_arrive(scheduler.barrier(r));
     }
     ptx::fence_mbarrier_init();
   }
@@ -149,7 +148,7 @@ struct PairCta {
   // Waits until the pair of a round is known, and returns its number. A number >= `pairs` means that there are no more
   // pairs.
   __device__ __forceinline__ uint32_t pair_in(uint32_t round) const {
-    ptx::mbarrier_wait(drawn + 8 * (round % kRounds), round / kRounds & 1);
+    scheduler.wait(round);
     return shared.pairs[round % kRounds];
   }
 
@@ -168,7 +167,7 @@ struct PairCta {
   // Called by one thread of each CTA: gets the pair of the round that is kDealtRounds after `round`. The first CTA of
   // the cluster claims the pair and sends the pair's number to both CTAs.
   __device__ __forceinline__ void draw(uint32_t round, unsigned long long* counters) const {
-    const uint32_t slot = (round + kDealtRounds) % kRounds, barrier = drawn + 8 * slot;
+    const uint32_t slot = (round + kDealtRounds) % kRounds, barrier = scheduler.barrier(slot);
     ptx::mbarrier_arrive_expect_tx(barrier, sizeof(uint32_t));
     if (rank != 0) return;
     const uint32_t next = kDealtRounds * gridDim.x / 2 + static_cast<uint32_t>(atomicAdd(counters + kDrawn, 1));
@@ -183,18 +182,19 @@ __device__ __forceinline__ void produce_pairs(const PairCta& cta, const CUtensor
                                               Fetch fetch) {
   ptx::tma_prefetch_descriptor(&x_map);
   ptx::tma_prefetch_descriptor(&w_map);
-  Ring ring;
+  PairPipeline::State state;
   uint32_t pair;
   for (uint32_t round = 0; (pair = cta.pair_in(round)) < cta.pairs; ++round) {
     const FinishedTile of = cta.tile_of_pair(pair, round);
     const int row = static_cast<int>(of.row0());
     for (int kb = 0; kb < cta.product.k_blocks; ++kb) {
-      ptx::mbarrier_wait(cta.empty + 8 * ring.stage, ring.phase ^ 1);
-      const uint32_t a = cta.memory.stages + ring.stage * kStageBytes;
-      ptx::mbarrier_arrive_expect_tx(cta.full + 8 * ring.stage, kStageBytes);
-      ptx::tma_load_2d(a, &x_map, kb * kTileK, row, cta.full + 8 * ring.stage);
-      fetch(of.column_tile, cta.rank, kb, a + kABytes, cta.full + 8 * ring.stage);
-      ring.advance();
+      cta.pipeline.producer_acquire(state);
+      const uint32_t a = cta.memory.stages + state.stage * kStageBytes;
+      const uint32_t full = cta.pipeline.producer_barrier(state.stage);
+      ptx::mbarrier_arrive_expect_tx(full, kStageBytes);
+      ptx::tma_load_2d(a, &x_map, kb * kTileK, row, full);
+      fetch(of.column_tile, cta.rank, kb, a + kABytes, full);
+      state.advance();
     }
   }
 }
@@ -257,21 +257,18 @@ __device__ __forceinline__ void consume_pairs(const PairCta& cta, Bf16 bf16, Sca
   const uint32_t lane = cta.lane;
   const int warpgroup = cta.warp / 4 - 1;
   const uint32_t row = (cta.warp - 4) * 16 + (lane & 15);  // the row whose address this lane passes to stmatrix
-  Ring ring;
+  PairPipeline::State state;
   bool more = true;
   for (uint32_t round = 0; more; ++round) {
     float d[128];
-    const auto release = [&](uint32_t stage) {
-      if (lane < 2) ptx::mbarrier_arrive_cluster(cta.empty + 8 * stage, lane);
-    };
     const auto ahead = [&] {
       more = cta.pair_in(round + 1) < cta.pairs;
       if constexpr (Scales::kFloat8) {
         scales.read(cta.tile_of_pair(cta.pair_in(round), round), (cta.warp - 4) * 16 + lane / 4, lane);
       }
     };
-    multiply<4, kMajorMN, false, Scales::kFloat8>(d, ring, cta.product.k_blocks, cta.memory.stages, 0, cta.full,
-                                                  warpgroup, release, ahead);
+    multiply<4, kMajorMN, false, Scales::kFloat8>(d, cta.pipeline, state, cta.product.k_blocks, cta.memory.stages, 0,
+                                                  warpgroup, ahead);
     if constexpr (Scales::kFloat8) scales.apply(d, lane);
     ptx::mbarrier_wait(cta.tile_free, round & 1 ^ 1);
 #pragma unroll

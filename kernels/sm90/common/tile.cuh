@@ -7,6 +7,7 @@
 // multiplied. Other kernels define their own number of stages.
 #pragma once
 
+#include "common/pipeline.cuh"
 #include "common/ptx.cuh"
 #include "common/wgmma.cuh"
 #include "launch.h"
@@ -35,56 +36,34 @@ static_assert(128 * kProducerRegisters + 256 * kConsumerRegisters <= 168 * kThre
 
 constexpr uint32_t kMaxSharedBytes = 232448;  // bytes of shared memory that one CTA may use on sm_90
 
-// A position in the ring of stages. Producer and consumers advance in the same way: with three stages, step k is in
-// stage k % 3, and its phase is the parity of k / 3.
-template <int kCount>
-struct RingOf {
-  uint32_t stage = 0;
-  uint32_t phase = 0;
-
-  __device__ __forceinline__ void advance() {
-    if (++stage == kCount) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
-};
-using Ring = RingOf<kStages>;
-
 // Byte offset of 16-byte chunk `chunk` (0..7) of 128-byte row `row` under the 128-byte swizzle.
 __device__ __forceinline__ uint32_t swizzle_128(uint32_t row, uint32_t chunk) {
   return row * 128 + ((chunk ^ (row & 7)) << 4);
 }
 
-// The default for multiply's `ahead` argument: does nothing.
-struct Nothing {
-  __device__ __forceinline__ void operator()() const {}
-};
-
-// Computes d = A B over `count` >= 1 stages. Called by one consumer warpgroup. `release(stage)` tells the producer that
-// a stage may be filled again. ahead() runs while the last stage is multiplied. b_offset: the distance in bytes from a
-// stage's B to the part of B that this warpgroup multiplies.
+// Computes d = A B over the next `count` >= 1 stages, which it releases. Called by one consumer warpgroup. ahead() runs
+// while the last stage is multiplied. stages: the address of stage 0. b_offset: the distance in bytes from a stage's B
+// to the part of B that this warpgroup multiplies.
 // kCopied: true if cp.async wrote the stages or parts of them. Such kernels are memory-bound, so a stage is released as
 // early as possible: the warpgroup waits until its product has ended and releases the stage before it issues the next
 // product; the other warpgroup's product keeps the tensor cores busy meanwhile. If kCopied is false, the next product
 // is issued first.
 // B is K-major [64 kBlocks, 64], or MN-major [64, 64 kBlocks] in panels of 64 columns.
 // kFloat8: the operands are e4m3, so a stage's 128-byte rows hold 128 values along k.
-template <int kBlocks, int kBMajorMN, bool kCopied = true, bool kFloat8 = false, int kCount, class Release,
-          class Ahead = Nothing>
-__device__ __forceinline__ void multiply(float (&d)[32 * kBlocks], RingOf<kCount>& ring, int count, uint32_t stages,
-                                         uint32_t b_offset, uint32_t full, int warpgroup, Release release,
-                                         Ahead ahead = {}) {
+template <int kBlocks, int kBMajorMN, bool kCopied = true, bool kFloat8 = false, int kCount, int kCtas, class Ahead>
+__device__ __forceinline__ void multiply(float (&d)[32 * kBlocks], const Pipeline<kCount, kCtas>& pipeline,
+                                         PipelineState<kCount>& state, int count, uint32_t stages, uint32_t b_offset,
+                                         int warpgroup, Ahead ahead) {
   constexpr uint32_t kStepA = 32;
   constexpr uint32_t kStepB = kBMajorMN ? 16 * 128 : 32;
   constexpr uint32_t kPanel = kTileK * 128;  // bytes of an MN-major panel: 64 rows of k, 64 columns each
   const uint64_t first_a = ptx::wgmma_descriptor(stages + warpgroup * (kABytes / 2), 16, 1024);
   const uint64_t first_b = ptx::wgmma_descriptor(stages + kABytes + b_offset, kBMajorMN ? kPanel : 16, 1024);
   const auto issue = [&](bool first) {
-    ptx::mbarrier_wait(full + 8 * ring.stage, ring.phase);
+    pipeline.consumer_wait(state);
     if constexpr (kCopied) ptx::fence_proxy_async();
-    const uint64_t a = ptx::advanced(first_a, ring.stage * kStageBytes);
-    const uint64_t b = ptx::advanced(first_b, ring.stage * kStageBytes);
+    const uint64_t a = ptx::advanced(first_a, state.stage * kStageBytes);
+    const uint64_t b = ptx::advanced(first_b, state.stage * kStageBytes);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kTileK / 16; ++step) {
@@ -98,34 +77,24 @@ __device__ __forceinline__ void multiply(float (&d)[32 * kBlocks], RingOf<kCount
     ptx::wgmma_commit_group();
   };
   issue(true);
-  uint32_t previous = ring.stage;
-  ring.advance();
+  uint32_t previous = state.stage;
+  state.advance();
   for (int kb = 1; kb < count; ++kb) {
     if constexpr (kCopied) {
       ptx::wgmma_wait_group<0>();
-      release(previous);
+      pipeline.consumer_release(previous);
     }
     issue(false);
     if constexpr (!kCopied) {
       ptx::wgmma_wait_group<1>();
-      release(previous);
+      pipeline.consumer_release(previous);
     }
-    previous = ring.stage;
-    ring.advance();
+    previous = state.stage;
+    state.advance();
   }
   ahead();
   ptx::wgmma_wait_group<0>();
-  release(previous);
-}
-
-// Waits for `count` stages that this warpgroup does not multiply, and releases each at once.
-template <int kCount, class Release>
-__device__ __forceinline__ void pass_by(RingOf<kCount>& ring, int count, uint32_t full, Release release) {
-  for (int i = 0; i < count; ++i) {
-    ptx::mbarrier_wait(full + 8 * ring.stage, ring.phase);
-    release(ring.stage);
-    ring.advance();
-  }
+  pipeline.consumer_release(previous);
 }
 
 }  // namespace sparsellm

@@ -9,6 +9,7 @@
 // cluster's first CTA, which packs them. Numerics: as in the kernel for many tokens.
 #pragma once
 
+#include "common/pipeline.cuh"
 #include "gate_pack/pack.cuh"
 
 namespace sparsellm {
@@ -42,11 +43,13 @@ constexpr uint32_t kPitch =
 // Spreads the lowest four bits to a byte each: 0b1011 gives 0x01000101.
 __device__ __forceinline__ uint32_t bytes_of(uint32_t bits) { return (bits & 0xf) * 0x00204081 & 0x01010101; }
 
+using FewestPipeline = Pipeline<kSlots, kCluster>;
+
 struct Shared {
   uint4 pieces[kWarps * kOfWarp / 16];
   uint4 tokens[kTokenRows * kTokenPitch / 16];  // [slots, m] rows: x of the rounds in flight
   uint4 tile[kFewestTokens * kPitch / 16];      // [m] rows of 256 columns; used in rank 0
-  uint64_t full[kSlots], empty[kSlots];         // barriers of the slots: x of a round has arrived, has been read
+  FewestPipeline::Storage pipeline;             // a stage is x of a round
   uint64_t finished;                            // barrier in rank 0: the tile has arrived
   uint32_t fired[kColumnTile / 32];
   Sums totals;
@@ -65,15 +68,15 @@ struct FewestCta {
   int64_t n;
   int k, slots;
   const Packed& out;
-  uint32_t tokens, full, empty, finished;
+  FewestPipeline pipeline;
+  uint32_t tokens, finished;
   int warp;
   uint32_t lane, rank;
   int column_tile, column_tiles;
   uint32_t column, neuron;  // the first column of the tile; this CTA's first neuron
   uint32_t row_bytes;
   int rounds;
-  int slot = 0;  // the current slot of x, and the parity of its barriers' phase
-  uint32_t parity = 0;
+  FewestPipeline::State state;  // its stage is the current slot of x
 
   __device__ __forceinline__ FewestCta(Shared& shared, const __nv_bfloat16* x, const __nv_bfloat16* w, int m, int64_t n,
                                        int k, int slots, const Packed& out)
@@ -85,9 +88,8 @@ struct FewestCta {
         k(k),
         slots(slots),
         out(out),
+        pipeline(shared.pipeline),
         tokens(ptx::smem_address(shared.tokens)),
-        full(ptx::smem_address(shared.full)),
-        empty(ptx::smem_address(shared.empty)),
         finished(ptx::smem_address(&shared.finished)),
         warp(ptx::warp_index()),
         lane(threadIdx.x % 32),
@@ -99,19 +101,12 @@ struct FewestCta {
         row_bytes(2 * k),
         rounds((k + kRound - 1) / kRound) {}
 
-  __device__ __forceinline__ void advance() {
-    if (++slot == slots) slot = 0, parity ^= 1;
-  }
-
   // Called by the feeding warp while the other warps start to fetch w.
   __device__ __forceinline__ void init() const {
     shared.totals.clear(lane);
     if (lane < kColumnTile / 32) shared.fired[lane] = 0;
     if (lane == 0) {
-      for (int s = 0; s < kSlots; ++s) {
-        ptx::mbarrier_init(full + 8 * s, 1);
-        ptx::mbarrier_init(empty + 8 * s, kCluster * kWarps);
-      }
+      for (int s = 0; s < kSlots; ++s) pipeline.init(s, 1, kCluster * kWarps);
       ptx::mbarrier_init(finished, 1);
       ptx::fence_mbarrier_init();
       ptx::mbarrier_arrive_expect_tx(finished, m * kColumnTile * 2);
@@ -125,13 +120,13 @@ struct FewestCta {
     for (int i = lane; blockIdx.x == 0 && i < zeroed; i += 32) out.counters[i] = 0;
     ptx::cluster_wait();  // wait until all CTAs have initialized their barriers
     if (lane == 0) {
-      for (int round = 0; round < rounds; ++round, advance()) {
-        const uint32_t barrier = full + 8 * slot;
+      for (int round = 0; round < rounds; ++round, state.advance(slots)) {
+        const uint32_t barrier = pipeline.producer_barrier(state.stage);
         const uint32_t bytes = min(kRound * 2, static_cast<int>(row_bytes) - round * kRound * 2);
-        ptx::mbarrier_wait(empty + 8 * slot, parity ^ 1);
+        pipeline.producer_acquire(state);
         ptx::mbarrier_arrive_expect_tx(barrier, m * bytes);
         for (int token = rank; token < m; token += kCluster) {
-          ptx::bulk_load_multicast(tokens + (slot * m + token) * kTokenPitch,
+          ptx::bulk_load_multicast(tokens + (state.stage * m + token) * kTokenPitch,
                                    x + static_cast<int64_t>(token) * k + round * kRound, bytes, barrier,
                                    (1 << kCluster) - 1);
         }
@@ -178,8 +173,8 @@ struct FewestCta {
     const uint32_t low_row = row_of(lane / 4), high_row = row_of(8 + lane / 4);
     float d[kNeuronCopies][4] = {};
     uint32_t stage = mine;
-    for (int round = 0; round < rounds; ++round, advance()) {
-      ptx::mbarrier_wait(full + 8 * slot, parity);
+    for (int round = 0; round < rounds; ++round, state.advance(slots)) {
+      pipeline.consumer_wait(state);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         ptx::cp_async_wait_group<kDepth - 1>();
@@ -187,7 +182,7 @@ struct FewestCta {
 #pragma unroll
         for (int j = 0; j < kNeuronCopies; ++j) b[j] = ptx::ld_shared_v4(stage + j * kCopied);
         if (column_of(round, half) < k) {
-          const uint32_t at = slot * m * kTokenPitch + half * 64;
+          const uint32_t at = state.stage * m * kTokenPitch + half * 64;
           low = ptx::ld_shared_v4(low_row + at);
           high = ptx::ld_shared_v4(high_row + at);
         }
@@ -201,7 +196,7 @@ struct FewestCta {
       }
       if (round + slots < rounds) {  // x of a later round will be copied to this slot, so release it
         __syncwarp();
-        if (lane < kCluster) ptx::mbarrier_arrive_cluster(empty + 8 * slot, lane);
+        pipeline.consumer_release(state.stage);
       }
     }
 

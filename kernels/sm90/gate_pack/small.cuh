@@ -34,10 +34,10 @@ constexpr int kDepth = 11;       // stages in flight
 constexpr int kAhead = 2;        // stages whose w is requested before the first x. If more of w came first, x would
                                  // arrive late
 constexpr int kPackBarrier = 1;  // the named barrier of the warps that pack; __syncthreads uses 0
+using SmallPipeline = Pipeline<kDepth, kCluster>;
 
 struct Shared {
-  uint64_t full[kDepth];
-  uint64_t empty[kDepth];
+  SmallPipeline::Storage pipeline;
   uint64_t finished;  // barrier: all values that this CTA packs have arrived
   Sums sums;
 };
@@ -63,7 +63,8 @@ struct SmallCta {
   const CUtensorMap& w_map;
   Shared& shared;
   uint32_t stages, own, tile;
-  uint32_t full, empty, finished;
+  SmallPipeline pipeline;
+  uint32_t finished;
   int m;
   int64_t n;
   int k_blocks;
@@ -74,7 +75,7 @@ struct SmallCta {
   int column_tile, column_tiles;
   uint32_t column;
   int ahead;
-  RingOf<kDepth> ring;
+  SmallPipeline::State state;
 
   // Shared memory from `stages` on: [kDepth] stages; then `own`, [CTA that packs, its tokens]: the values of this CTA's
   // neurons, to be sent to the other CTAs; then `tile`, [CTA of the neurons, this CTA's tokens]: the values that this
@@ -88,8 +89,7 @@ struct SmallCta {
         stages(stages),
         own(stages + kDepth * kStage),
         tile(own + kCluster * kPart),
-        full(ptx::smem_address(shared.full)),
-        empty(ptx::smem_address(shared.empty)),
+        pipeline(shared.pipeline),
         finished(ptx::smem_address(&shared.finished)),
         m(m),
         n(n),
@@ -109,8 +109,7 @@ struct SmallCta {
   // Called by the feeding warp.
   __device__ __forceinline__ void init() const {
     if (lane < kDepth) {
-      ptx::mbarrier_init(full + 8 * lane, 1);
-      ptx::mbarrier_init(empty + 8 * lane, kCluster * kWarps);
+      pipeline.init(lane, 1, kCluster * kWarps);
     } else if (lane == kDepth) {
       ptx::mbarrier_init(finished, 1);
       ptx::mbarrier_arrive_expect_tx(finished, (kCluster - 1) * tokens_of(rank) * kPitch);
@@ -124,15 +123,16 @@ struct SmallCta {
   }
 
   __device__ __forceinline__ void fetch_w(int kb, uint32_t stage) const {
-    ptx::mbarrier_arrive_expect_tx(full + 8 * stage, kStage);
-    ptx::tma_load_2d(stages + stage * kStage, &w_map, kb * kTileK, column + rank * kNeurons, full + 8 * stage);
+    const uint32_t full = pipeline.producer_barrier(stage);
+    ptx::mbarrier_arrive_expect_tx(full, kStage);
+    ptx::tma_load_2d(stages + stage * kStage, &w_map, kb * kTileK, column + rank * kNeurons, full);
   }
 
   // The CTAs of a cluster take turns to fetch a stage of x, which is multicast to all of them.
   __device__ __forceinline__ void fetch_x(int kb, uint32_t stage) const {
     if (kb % kCluster != static_cast<int>(rank)) return;
-    ptx::tma_load_2d_multicast(stages + stage * kStage + kNeuronBytes, &x_map, kb * kTileK, 0, full + 8 * stage,
-                               (1 << kCluster) - 1);
+    ptx::tma_load_2d_multicast(stages + stage * kStage + kNeuronBytes, &x_map, kb * kTileK, 0,
+                               pipeline.producer_barrier(stage), (1 << kCluster) - 1);
   }
 
   // The role of the feeding warp: fetch_ahead requests w of the first `ahead` stages, and feed requests x of these
@@ -143,12 +143,12 @@ struct SmallCta {
   }
   __device__ __forceinline__ void feed() {
     if (lane != 0) return;
-    for (int kb = 0; kb < k_blocks; ++kb, ring.advance()) {
+    for (int kb = 0; kb < k_blocks; ++kb, state.advance()) {
       if (kb >= ahead) {
-        ptx::mbarrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);
-        fetch_w(kb, ring.stage);
+        pipeline.producer_acquire(state);
+        fetch_w(kb, state.stage);
       }
-      fetch_x(kb, ring.stage);
+      fetch_x(kb, state.stage);
     }
   }
 
@@ -156,8 +156,8 @@ struct SmallCta {
   __device__ __forceinline__ void multiply(Accumulators& d) {
     uint32_t previous = 0;
     for (int kb = 0; kb < k_blocks; ++kb) {
-      ptx::mbarrier_wait(full + 8 * ring.stage, ring.phase);
-      const uint32_t a = stages + ring.stage * kStage;
+      pipeline.consumer_wait(state);
+      const uint32_t a = stages + state.stage * kStage;
       ptx::wgmma_fence();
 #pragma unroll
       for (int step = 0; step < kTileK / 16; ++step) {
@@ -166,12 +166,10 @@ struct SmallCta {
       }
       ptx::wgmma_commit_group();
       ptx::wgmma_wait_group<1>();
-      if (kb > 0 && kb - 1 + kDepth < k_blocks) {  // the previous stage has been read, and the producer will fill it
-                                                   // again
-        if (lane < kCluster) ptx::mbarrier_arrive_cluster(empty + 8 * previous, lane);
-      }
-      previous = ring.stage;
-      ring.advance();
+      // The previous stage has been read. It is released only if the producer will fill it again.
+      if (kb > 0 && kb - 1 + kDepth < k_blocks) pipeline.consumer_release(previous);
+      previous = state.stage;
+      state.advance();
     }
     ptx::wgmma_wait_group<0>();
   }

@@ -118,33 +118,36 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&v)[4], uint32_t lane) 
   }
 }
 
-// Stores one row of a consumer thread's sums as bf16. A thread has sums of two rows of WGMMA's accumulator; `i` (0 or
-// 1) selects the row. `to` is the address of the lane's first eight columns; `column` is the index of the first of
-// these columns in a matrix of `columns` columns. Each 32 columns of a row are spread over four lanes, in four
-// registers each. After a transpose among the four lanes, each lane stores 16 contiguous bytes.
-template <int kColumns>
-__device__ __forceinline__ void store_row(__nv_bfloat16* to, bool exists, int64_t column, int64_t columns, int i,
-                                          const float* d, uint32_t lane) {
-#pragma unroll
-  for (int c = 0; c < kColumns / 32; ++c) {
-    uint32_t v[4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const float* pair = d + 4 * (4 * c + j) + 2 * i;
-      v[j] = ptx::cvt_bf16x2(pair[0], pair[1]);
-    }
-    transpose_quad(v, lane);
-    if (exists && column + 32 * c < columns) {
-      ptx::st_global_v4(to + 32 * c, make_uint4(v[0], v[1], v[2], v[3]));
-    }
-  }
+// The position among all rows of this lane's row `i` (0 or 1) of a tile's half: by WGMMA's accumulator layout, a lane
+// has sums of rows lane / 4 and lane / 4 + 8 of its warp's 16.
+__device__ __forceinline__ int64_t position_of(int tile, int half, int warp, uint32_t lane, int i) {
+  return static_cast<int64_t>(tile) * kTileM + half * kHalf + warp % 4 * 16 + lane / 4 + 8 * i;
 }
 
-// Work sorted by size is dealt to CTAs in rounds. Returns the index of the work that CTA `cta` of `ctas` gets in a
-// round. Every other round is dealt in reverse order, so that no CTA always gets the larger work: of 3 CTAs, the first
-// CTA gets 0, 5, 6, and the second 1, 4, 7.
-__device__ __forceinline__ int deal(int round, int cta, int ctas) {
-  return round * ctas + (round & 1 ? ctas - 1 - cta : cta);
+// Stores a consumer thread's sums as bf16 to 256 columns of rows `rows` (none where -1) of a matrix of `columns`
+// columns. Each 32 columns of a row are spread over four lanes, in four registers each. After a transpose among the
+// four lanes, each lane stores 16 contiguous bytes.
+__device__ __forceinline__ void store_rows(__nv_bfloat16* matrix, const int (&rows)[2], int column_tile,
+                                           int64_t columns, const float (&d)[128], uint32_t lane) {
+  const int64_t column = static_cast<int64_t>(column_tile) * kTileN + lane % 4 * 8;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    __nv_bfloat16* to = matrix + rows[i] * columns + column;
+    const bool exists = rows[i] >= 0;
+#pragma unroll
+    for (int c = 0; c < kTileN / 32; ++c) {
+      uint32_t v[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float* pair = d + 4 * (4 * c + j) + 2 * i;
+        v[j] = ptx::cvt_bf16x2(pair[0], pair[1]);
+      }
+      transpose_quad(v, lane);
+      if (exists && column + 32 * c < columns) {
+        ptx::st_global_v4(to + 32 * c, make_uint4(v[0], v[1], v[2], v[3]));
+      }
+    }
+  }
 }
 
 }  // namespace sparsellm

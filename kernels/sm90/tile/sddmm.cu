@@ -71,8 +71,7 @@ struct Shared {
   int4 items[2];           // the item of the round; once the round's last stage is full, the item two rounds later
   uint64_t drawn[2];       // barrier: items[] holds the item of two rounds later
   uint64_t rows_ready[2];  // barrier: tokens[] and neurons[] are filled
-  uint64_t full[kUpStages];
-  uint64_t empty[kUpStages];
+  Pipeline<kUpStages>::Storage pipeline;
   float l1_warps[kThreads / 32];
   bool last;
 };
@@ -86,26 +85,24 @@ struct Memory {
   Shared& shared;
   uint32_t stages;    // [kUpStages] of kStageBytes
   uint32_t products;  // [2 halves][kPanels] operand tiles of kHalfBytes
-  uint32_t full, empty, rows_ready, drawn;
+  Pipeline<kUpStages> pipeline;
+  Scheduler<2> scheduler;
+  uint32_t rows_ready;
 
   __device__ __forceinline__ explicit Memory(uint8_t* raw)
       : shared(*reinterpret_cast<Shared*>(raw + kSharedBytes - sizeof(Shared))),
         stages(ptx::smem_address(raw)),
         products(stages + kUpStages * kStageBytes),
-        full(ptx::smem_address(shared.full)),
-        empty(ptx::smem_address(shared.empty)),
-        rows_ready(ptx::smem_address(shared.rows_ready)),
-        drawn(ptx::smem_address(shared.drawn)) {}
+        pipeline(shared.pipeline),
+        scheduler(shared.drawn),
+        rows_ready(ptx::smem_address(shared.rows_ready)) {}
 
   // Called by one thread.
   __device__ __forceinline__ void init_barriers() const {
     if (stages % 1024 != 0) __trap();  // the 128-byte swizzle needs operand tiles at multiples of 1,024 bytes
-    for (int s = 0; s < kUpStages; ++s) {
-      ptx::mbarrier_init(full + 8 * s, 32 * kGatherWarps);
-      ptx::mbarrier_init(empty + 8 * s, kConsumerWarps);
-    }
+    for (int s = 0; s < kUpStages; ++s) pipeline.init(s, 32 * kGatherWarps, kConsumerWarps);
     for (int i = 0; i < 2; ++i) {
-      ptx::mbarrier_init(drawn + 8 * i, 1);
+      ptx::mbarrier_init(scheduler.barrier(i), 1);
       ptx::mbarrier_init(rows_ready + 8 * i, kConsumerWarps);
     }
     ptx::fence_mbarrier_init();
@@ -167,7 +164,7 @@ __device__ __forceinline__ void produce(const Memory& memory, const Problem& pro
   const uint32_t chunk = lane % 8;
   const uint32_t place[2] = {swizzle_128(lane / 8, chunk), swizzle_128(lane / 8 + 4, chunk)};
   const int64_t pitch = problem.k * 2;
-  RingOf<kUpStages> ring;
+  Pipeline<kUpStages>::State state;
   for (int round = 0;; ++round) {
     ptx::mbarrier_wait(memory.rows_ready + 8 * (round & 1), round >> 1 & 1);
     const Item item = item_of(memory.shared.items[round & 1]);
@@ -181,8 +178,8 @@ __device__ __forceinline__ void produce(const Memory& memory, const Problem& pro
     look_up_rows(rows, memory.shared, round, own, a, w, pitch, chunk);
     for (int kb = 0; kb < problem.k_blocks; ++kb) {
       const uint32_t bytes = kb * kTileK + chunk * 8 < problem.k ? 16 : 0;
-      ptx::mbarrier_wait(memory.empty + 8 * ring.stage, ring.phase ^ 1);
-      const uint32_t to = memory.stages + ring.stage * kStageBytes + warp * (kGroup * 128);
+      memory.pipeline.producer_acquire(state);
+      const uint32_t to = memory.stages + state.stage * kStageBytes + warp * (kGroup * 128);
       if (tokens) copy_group(to, rows[0], place, bytes);
 #pragma unroll
       for (int g = 0; g < kNeuronGroups; ++g) {
@@ -190,8 +187,8 @@ __device__ __forceinline__ void produce(const Memory& memory, const Problem& pro
           copy_group(to + (g + 1) * kGatherWarps * (kGroup * 128), rows[g + 1], place, bytes);
         }
       }
-      ptx::cp_async_mbarrier_arrive(memory.full + 8 * ring.stage);
-      ring.advance();
+      ptx::cp_async_mbarrier_arrive(memory.pipeline.producer_barrier(state.stage));
+      state.advance();
       // A copy reads its address register some time after it is issued, and an instruction that overwrites the register
       // waits until then. So all pointers advance after the last copy: if each advanced before its copy, each would
       // wait.
@@ -328,7 +325,7 @@ struct Consumer {
   uint32_t lane;
   uint32_t product;  // shared address of this half's products
   bool draws;        // whether this is the drawing thread
-  RingOf<kUpStages> ring;
+  Pipeline<kUpStages>::State state;
   uint32_t (&rows)[2];  // the entries of the next item's row list that this lane looks up, for up to 48 rows per warp
   int4 code, next;      // `code`: the current item, then the next one; `next`: the item after `code`
   Bounds& next_bounds;
@@ -347,7 +344,7 @@ struct Consumer {
         next_bounds(next_bounds) {}
 
   __device__ __forceinline__ void run() {
-    code = problem.item_at(deal(0, blockIdx.x, gridDim.x)), next = problem.item_at(deal(1, blockIdx.x, gridDim.x));
+    code = problem.item_at(dealt_unit(0)), next = problem.item_at(dealt_unit(1));
     if constexpr (kMultiplies) {
       if (draws) memory.shared.items[0] = code, memory.shared.items[1] = next;
       ask_for_rows(item_of(code));
@@ -440,28 +437,24 @@ struct Consumer {
   __device__ __forceinline__ void publish_draw(int round) {
     if (!draws) return;
     memory.shared.items[round & 1] = problem.item_at(2 * static_cast<int>(gridDim.x) + ticket);
-    ptx::mbarrier_arrive(memory.drawn + 8 * (round & 1));
+    ptx::mbarrier_arrive(memory.scheduler.barrier(round));
   }
 
   // Loads the rows of the item two rounds later, and the bounds of the next item.
   __device__ __forceinline__ void look_ahead(int round) {
     if constexpr (kMultiplies) {
-      ptx::mbarrier_wait(memory.drawn + 8 * (round & 1), round >> 1 & 1);
+      memory.scheduler.wait(round);
       next = memory.shared.items[round & 1];
       ask_for_rows(item_of(next));
     } else {
-      next = problem.item_at(deal(round + 2, blockIdx.x, gridDim.x));
+      next = problem.item_at(dealt_unit(round + 2));
     }
     ask_for_bounds(item_of(code));
   }
 
-  __device__ __forceinline__ void release(uint32_t stage) const {
-    if (lane == 0) ptx::mbarrier_arrive(memory.empty + 8 * stage);
-  }
-
   // Skips an item of which this half needs no blocks.
   __device__ __forceinline__ void skip(int round) {
-    pass_by(ring, problem.k_blocks, memory.full, [&](uint32_t stage) { release(stage); });
+    memory.pipeline.consumer_skip(state, problem.k_blocks);
     publish_draw(round);
     look_ahead(round);
   }
@@ -474,13 +467,10 @@ struct Consumer {
     uint32_t pairs[16 * kBlocks];
     {
       float d[32 * kBlocks];
-      multiply<kBlocks, 0>(
-          d, ring, problem.k_blocks, memory.stages, b_offset, memory.full, half,
-          [&](uint32_t stage) { release(stage); },
-          [&] {
-            publish_draw(round);
-            epilogue.load_known();
-          });
+      multiply<kBlocks, 0>(d, memory.pipeline, state, problem.k_blocks, memory.stages, b_offset, half, [&] {
+        publish_draw(round);
+        epilogue.load_known();
+      });
 #pragma unroll
       for (int i = 0; i < 16 * kBlocks; ++i) pairs[i] = ptx::cvt_bf16x2(d[2 * i], d[2 * i + 1]);
     }
@@ -577,29 +567,19 @@ __global__ void __launch_bounds__(kThreads, 1)
   sum_l1(memory.shared, problem, warp, lane);
 }
 
-cudaError_t run(void (*kernel)(const __nv_bfloat16*, const __nv_bfloat16*, int64_t, int64_t, int64_t, TilePlan,
-                               Outputs),
-                const void* a, const void* w, int64_t m, int64_t k, int64_t n, const TilePlan& plan, const Outputs& out,
-                cudaStream_t stream) {
-  int count = 0;
-  const cudaError_t error = multiprocessors(&count);
-  if (error != cudaSuccess) return error;
-  return launch_early(kernel, count, kThreads, kSharedBytes, 1, stream, static_cast<const __nv_bfloat16*>(a),
-                      static_cast<const __nv_bfloat16*>(w), m, k, n, plan, out);
-}
-
 }  // namespace
 
 cudaError_t tile_up(const void* x, const void* w_up, int64_t m, int64_t k, int64_t n, const TilePlan& plan,
                     uint32_t* hidden, void* ups, float* l1_partials, float* l1, cudaStream_t stream) {
   const Outputs out = {hidden, static_cast<uint16_t*>(ups), l1_partials, l1, plan.totals + kUpTickets, {}};
-  return run(w_up != nullptr ? tile_sddmm_kernel<kUp> : tile_sddmm_kernel<kL1>, x, w_up, m, k, n, plan, out, stream);
+  return launch_persistent(w_up != nullptr ? tile_sddmm_kernel<kUp> : tile_sddmm_kernel<kL1>, kThreads, kSharedBytes,
+                           stream, x, w_up, m, k, n, plan, out);
 }
 
 cudaError_t tile_gradient(const void* dy, const void* w_down_t, int64_t m, int64_t k, int64_t n, const TilePlan& plan,
                           const Gradient& gradient, cudaStream_t stream) {
-  return run(tile_sddmm_kernel<kGradient>, dy, w_down_t, m, k, n, plan,
-             {nullptr, nullptr, nullptr, nullptr, gradient.tickets, gradient}, stream);
+  return launch_persistent(tile_sddmm_kernel<kGradient>, kThreads, kSharedBytes, stream, dy, w_down_t, m, k, n, plan,
+                           Outputs{nullptr, nullptr, nullptr, nullptr, gradient.tickets, gradient});
 }
 
 }  // namespace sparsellm

@@ -36,8 +36,7 @@ struct Shared {
   // [consumer] begin and end of the consumer's piece of the list. 16-byte copies start at multiples of four words, so
   // the copy in a stage starts at the last multiple of four at or before `begin`: for piece [10, 30), at word 8.
   uint2 pieces[kSpmmStages][2];
-  uint64_t full[kSpmmStages];
-  uint64_t empty[kSpmmStages];
+  Pipeline<kSpmmStages>::Storage pipeline;
 };
 
 constexpr uint32_t kSharedBytes = 2 * kBuffers * kHalfBytes + kSpmmStages * kSpmmStageBytes + sizeof(Shared);
@@ -50,23 +49,19 @@ struct Memory {
   uint32_t hidden;  // [half][kBuffers]
   uint32_t stages;  // [stage] B
   uint32_t pieces;  // [stage][consumer]
-  uint32_t full, empty;
+  Pipeline<kSpmmStages> pipeline;
 
   __device__ __forceinline__ explicit Memory(uint8_t* raw)
       : shared(*reinterpret_cast<Shared*>(raw + kSharedBytes - sizeof(Shared))),
         hidden(ptx::smem_address(raw)),
         stages(hidden + 2 * kBuffers * kHalfBytes),
         pieces(stages + kSpmmStages * kBBytes),
-        full(ptx::smem_address(shared.full)),
-        empty(ptx::smem_address(shared.empty)) {}
+        pipeline(shared.pipeline) {}
 
   // Called by one thread.
   __device__ __forceinline__ void init_barriers() const {
     if (hidden % 1024 != 0) __trap();  // the 128-byte swizzle needs operand tiles at multiples of 1,024 bytes
-    for (int s = 0; s < kSpmmStages; ++s) {
-      ptx::mbarrier_init(full + 8 * s, 32 * kGatherWarps + 2);
-      ptx::mbarrier_init(empty + 8 * s, kConsumerWarps);
-    }
+    for (int s = 0; s < kSpmmStages; ++s) pipeline.init(s, 32 * kGatherWarps + 2, kConsumerWarps);
     ptx::fence_mbarrier_init();
   }
 };
@@ -82,12 +77,10 @@ struct Rounds {
         column_tiles(static_cast<int>((a.k + kTileN - 1) / kTileN)),
         units(static_cast<int>((a.m + kTileM - 1) / kTileM) * column_tiles) {}
 
-  __device__ __forceinline__ int unit_in(int round) const { return deal(round, blockIdx.x, gridDim.x); }
-
   // The tile code for a round's unit, or the first tile's code if the round has no unit. The load is issued one round
   // ahead, so that the code has arrived when it is needed.
   __device__ __forceinline__ int4 code_in(int round) const {
-    const int unit = unit_in(round);
+    const int unit = dealt_unit(round);
     return a.order[unit < units ? unit / column_tiles : 0];
   }
 };
@@ -111,7 +104,7 @@ struct Producer {
   int consumer;
   uint32_t first_word;
   Known& next;
-  RingOf<kSpmmStages> ring;
+  Pipeline<kSpmmStages>::State state;
 
   __device__ __forceinline__ Producer(const Memory& memory, const Spmm& a, const Gather& gather, int warp,
                                       uint32_t lane, Known& next)
@@ -127,7 +120,7 @@ struct Producer {
   __device__ __forceinline__ void run(const Rounds& rounds) {
     Tile next_tile = tile_of(rounds.code_in(0));
     load(next_tile, 0);
-    for (int round = 0, unit; (unit = rounds.unit_in(round)) < rounds.units; ++round) {
+    for (int round = 0, unit; (unit = dealt_unit(round)) < rounds.units; ++round) {
       const Tile of = next_tile;
       const int blocks = of.blocks();
       next_tile = tile_of(rounds.code_in(round + 1));
@@ -167,19 +160,19 @@ struct Producer {
                                              int64_t column) {
     const uint32_t slots[kThreadRows] = {four.x & 0xffff, four.x >> 16, four.y & 0xffff, four.y >> 16};
     const uint32_t first = (begin & ~3u) + first_word, left = end - min(end, first);
-    const uint32_t words = memory.pieces + (ring.stage * 2 + consumer) * kPieceBytes + first_word * 4;
-    ptx::mbarrier_wait(memory.empty + 8 * ring.stage, ring.phase ^ 1);
-    gather.copy(memory.stages + ring.stage * kBBytes, a.weights[source], slots, column, a.k, any ? a.k : 0);
+    const uint32_t words = memory.pieces + (state.stage * 2 + consumer) * kPieceBytes + first_word * 4;
+    memory.pipeline.producer_acquire(state);
+    gather.copy(memory.stages + state.stage * kBBytes, a.weights[source], slots, column, a.k, any ? a.k : 0);
 #pragma unroll
     for (uint32_t w = 0; w < kPieceWords; w += 256) {
       if (first_word + w < kPieceWords && w < left) ptx::cp_async_16(words + 4 * w, a.lists[source] + first + w);
     }
-    ptx::cp_async_mbarrier_arrive(memory.full + 8 * ring.stage);
+    ptx::cp_async_mbarrier_arrive(memory.pipeline.producer_barrier(state.stage));
     if (warp < 2 && lane == 0) {
-      memory.shared.pieces[ring.stage][consumer] = make_uint2(begin, end);
-      ptx::mbarrier_arrive(memory.full + 8 * ring.stage);
+      memory.shared.pieces[state.stage][consumer] = make_uint2(begin, end);
+      ptx::mbarrier_arrive(memory.pipeline.producer_barrier(state.stage));
     }
-    ring.advance();
+    state.advance();
   }
 };
 
@@ -203,7 +196,7 @@ struct Consumer {
   uint32_t piece_bounds;
   uint32_t (&piece_words)[kPieceLoads];  // addresses of this thread's words in the first stage
   uint64_t first_h, first_b;             // descriptors of this half's first operand tile, and of B of the first stage
-  RingOf<kSpmmStages> ring;
+  Pipeline<kSpmmStages>::State state;
   uint32_t which = 0;  // index of the current operand tile
   int passing = 0;     // stages that this consumer must still skip, after the last block that it needs
 
@@ -230,7 +223,7 @@ struct Consumer {
     first_h = ptx::wgmma_descriptor(own, 16, 1024);
     first_b = ptx::wgmma_descriptor(memory.stages, kPanelBytes, 1024);
     int4 next_code = rounds.code_in(0);
-    for (int round = 0, unit; (unit = rounds.unit_in(round)) < rounds.units; ++round) {
+    for (int round = 0, unit; (unit = dealt_unit(round)) < rounds.units; ++round) {
       const Tile of = tile_of(next_code);
       const int blocks = of.blocks();
       next_code = rounds.code_in(round + 1);
@@ -240,7 +233,7 @@ struct Consumer {
       const int needed = of.needed(consumer, 0, blocks, from);
       if (needed == 0) from = 0;
       Accumulators d;
-      pass(passing + kSources * from);
+      memory.pipeline.consumer_skip(state, passing + kSources * from);
       if (needed != 0) {
         multiply_tile(needed, d);
       } else {  // this half needs no block, so its y is zero
@@ -248,26 +241,18 @@ struct Consumer {
         for (int i = 0; i < 128; ++i) d[i] = 0.0f;
       }
       passing = kSources * (blocks - from - needed);  // these stages are skipped after y has been stored
-      store(rows, unit % rounds.column_tiles, d);
+      store_rows(static_cast<__nv_bfloat16*>(a.y), rows, unit % rounds.column_tiles, a.k, d, lane);
     }
-    pass(passing);
+    memory.pipeline.consumer_skip(state, passing);
   }
 
   __device__ __forceinline__ void sync() const { ptx::bar_sync(kConsumerBarrier + consumer, 128); }
-  __device__ __forceinline__ void release(uint32_t stage) const {
-    if (lane == 0) ptx::mbarrier_arrive(memory.empty + 8 * stage);
-  }
-  __device__ __forceinline__ void pass(int count) {
-    pass_by(ring, count, memory.full, [&](uint32_t stage) { release(stage); });
-  }
 
-  // The rows of y that this lane has: by WGMMA's accumulator layout, rows lane / 4 and lane / 4 + 8 of the warp's 16.
-  // The entry is -1 if the row does not exist.
+  // The rows of y that this lane has; -1 if a row does not exist.
   __device__ __forceinline__ void look_up(const Tile& of, int (&rows)[2]) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int64_t position =
-          static_cast<int64_t>(of.index) * kTileM + consumer * kHalf + warp % 4 * 16 + lane / 4 + 8 * i;
+      const int64_t position = position_of(of.index, consumer, warp, lane, i);
       rows[i] = position >= a.m ? -1 : a.tokens == nullptr ? position : a.tokens[position];
     }
   }
@@ -278,10 +263,10 @@ struct Consumer {
     Piece piece;
     read(piece);
     multiply_block(d, piece, true, 0);
-    uint32_t last = ring.stage, last_but_one = last, before = which;  // stages and operand tile of products that may
-                                                                      // still run
+    uint32_t last = state.stage, last_but_one = last, before = which;  // stages and operand tile of products that may
+                                                                       // still run
     for (int done = 1; done < kSources * needed; ++done) {
-      ring.advance();
+      state.advance();
       read(piece);
       if (done > 1) {
         ptx::wgmma_wait_group<1>();
@@ -291,31 +276,31 @@ struct Consumer {
       before = which;
       which = turn(which);
       multiply_block(d, piece, false, done % kSources);
-      last = ring.stage;
+      last = state.stage;
     }
     ptx::wgmma_wait_group<0>();
     if (kSources * needed > 1) finish(last_but_one, before);
     finish(last, which);
     which = turn(which);
-    ring.advance();
+    state.advance();
   }
 
   static __device__ __forceinline__ uint32_t turn(uint32_t which) { return which == kBuffers - 1 ? 0 : which + 1; }
 
   __device__ __forceinline__ void read(Piece& piece) const {
     constexpr uint32_t kBoundsBytes = sizeof(memory.shared.pieces[0]);
-    ptx::mbarrier_wait(memory.full + 8 * ring.stage, ring.phase);
-    piece.bounds = ptx::ld_shared_v2(piece_bounds + ring.stage * kBoundsBytes);
+    memory.pipeline.consumer_wait(state);
+    piece.bounds = ptx::ld_shared_v2(piece_bounds + state.stage * kBoundsBytes);
 #pragma unroll
     for (uint32_t i = 0; i < kPieceLoads; ++i) {  // loads as many words as fit, so as not to wait for the bounds
-      piece.words[i] = ptx::ld_shared_v2(piece_words[i] + ring.stage * (2 * kPieceBytes));
+      piece.words[i] = ptx::ld_shared_v2(piece_words[i] + state.stage * (2 * kPieceBytes));
     }
   }
 
   __device__ __forceinline__ void multiply_block(Accumulators& d, const Piece& piece, bool first, int source) const {
     scatter(own + which * kHalfBytes, piece, source == 0 ? a.lists[0] : a.lists[1]);
     const uint64_t h = ptx::advanced(first_h, which * kHalfBytes);
-    const uint64_t b = ptx::advanced(first_b, ring.stage * kBBytes);
+    const uint64_t b = ptx::advanced(first_b, state.stage * kBBytes);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kTileK / 16; ++step) {
@@ -349,7 +334,7 @@ struct Consumer {
 
   // Called once a product has ended: releases its stage, and zeroes its operand tile.
   __device__ __forceinline__ void finish(uint32_t stage, uint32_t operand_tile) const {
-    release(stage);
+    memory.pipeline.consumer_release(stage);
     zero(operand_tile);
   }
 
@@ -361,15 +346,6 @@ struct Consumer {
     for (int i = 0; i < 4; ++i) {
       ptx::st_shared_v4(own + operand_tile * kHalfBytes + thread / 32 * 2048 + i * 512 + lane * 16,
                         make_uint4(0, 0, 0, 0));
-    }
-  }
-
-  __device__ __forceinline__ void store(const int (&rows)[2], int column_tile, const Accumulators& d) const {
-    const int64_t column = static_cast<int64_t>(column_tile) * kTileN + lane % 4 * 8;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      __nv_bfloat16* to = static_cast<__nv_bfloat16*>(a.y) + rows[i] * a.k + column;
-      store_row<kTileN>(to, rows[i] >= 0, column, a.k, i, d, lane);
     }
   }
 };
@@ -400,11 +376,8 @@ __global__ void __launch_bounds__(kThreads, 1) tile_spmm_kernel(const Spmm a) {
 }  // namespace
 
 cudaError_t tile_spmm(const Spmm& a, cudaStream_t stream) {
-  int count = 0;
-  const cudaError_t error = multiprocessors(&count);
-  if (error != cudaSuccess) return error;
-  return launch_early(a.lists[1] != nullptr ? tile_spmm_kernel<2> : tile_spmm_kernel<1>, count, kThreads, kSharedBytes,
-                      1, stream, a);
+  return launch_persistent(a.lists[1] != nullptr ? tile_spmm_kernel<2> : tile_spmm_kernel<1>, kThreads, kSharedBytes,
+                           stream, a);
 }
 
 }  // namespace sparsellm

@@ -55,8 +55,7 @@ struct Shared {
   Unit units[kPlaces];      // consumers read a unit again where they need it, because no registers are left
   uint64_t drawn[kPlaces];  // barrier: the unit has been written
   uint64_t left[kPlaces];   // barrier: all warps are done with the unit, so the slot may be overwritten
-  uint64_t full[kRowStages];
-  uint64_t empty[kRowStages];
+  Pipeline<kRowStages>::Storage pipeline;
   uint64_t arrived[kConsumerWarps][kOperands];  // barrier: a warp's rows of an operand tile have arrived
   bool last[2];                                 // [consumer] whether the consumer is the last to finish a cut tile
 };
@@ -69,24 +68,23 @@ static_assert(kSharedBytes <= kMaxSharedBytes, "operands and barriers must fit i
 struct Memory {
   Shared& shared;
   uint32_t operands;  // [consumer][kOperands]
-  uint32_t stages, full, empty;
+  uint32_t stages;
+  Pipeline<kRowStages> pipeline;
+  Scheduler<kPlaces> scheduler;
 
   __device__ __forceinline__ explicit Memory(uint8_t* raw)
       : shared(*reinterpret_cast<Shared*>(raw + kSharedBytes - sizeof(Shared))),
         operands(ptx::smem_address(raw)),
         stages(operands + 2 * kOperands * kHalfBytes),
-        full(ptx::smem_address(shared.full)),
-        empty(ptx::smem_address(shared.empty)) {}
+        pipeline(shared.pipeline),
+        scheduler(shared.drawn) {}
 
   // Called by one thread.
   __device__ __forceinline__ void init_barriers() const {
     if (operands % 1024 != 0) __trap();  // the 128-byte swizzle needs operand tiles at multiples of 1,024 bytes
-    for (int s = 0; s < kRowStages; ++s) {
-      ptx::mbarrier_init(full + 8 * s, 32 * kGatherWarps);
-      ptx::mbarrier_init(empty + 8 * s, kConsumerWarps);
-    }
+    for (int s = 0; s < kRowStages; ++s) pipeline.init(s, 32 * kGatherWarps, kConsumerWarps);
     for (uint32_t i = 0; i < kPlaces; ++i) {
-      ptx::mbarrier_init(ptx::smem_address(shared.drawn + i), 2);
+      ptx::mbarrier_init(scheduler.barrier(i), 2);
       ptx::mbarrier_init(ptx::smem_address(shared.left + i), kGatherWarps + kConsumerWarps);
     }
     for (int i = 0; i < kConsumerWarps * kOperands; ++i) {
@@ -95,12 +93,8 @@ struct Memory {
     ptx::fence_mbarrier_init();
   }
 
-  // Access to the unit of a round. A whole warp calls wait_for before its first read of the unit, and leave after its
-  // last read.
   __device__ __forceinline__ Unit& unit_in(uint32_t round) const { return shared.units[round % kPlaces]; }
-  __device__ __forceinline__ void wait_for(uint32_t round) const {
-    ptx::mbarrier_wait(ptx::smem_address(shared.drawn + round % kPlaces), round / kPlaces & 1);
-  }
+  // Called by a warp after its last read of the unit of a round.
   __device__ __forceinline__ void leave(uint32_t round, uint32_t lane) const {
     __syncwarp();
     if (lane == 0) ptx::mbarrier_arrive(ptx::smem_address(shared.left + round % kPlaces));
@@ -130,7 +124,7 @@ struct Producer {
   int ticket = 0;
   Range next_range;
   uint4 next;  // this thread's slots of the next block
-  RingOf<kRowStages> ring;
+  Pipeline<kRowStages>::State state;
 
   __device__ __forceinline__ Producer(const Memory& memory, const WeightGradient& a, const Gather& gather,
                                       uint32_t lane)
@@ -158,10 +152,10 @@ struct Producer {
         } else {
           look_ahead(round + 1);
         }
-        ptx::mbarrier_wait(memory.empty + 8 * ring.stage, ring.phase ^ 1);
-        gather.copy(memory.stages + ring.stage * kBBytes, a.rows, slots, column, a.k, a.k);
-        ptx::cp_async_mbarrier_arrive(memory.full + 8 * ring.stage);
-        ring.advance();
+        memory.pipeline.producer_acquire(state);
+        gather.copy(memory.stages + state.stage * kBBytes, a.rows, slots, column, a.k, a.k);
+        ptx::cp_async_mbarrier_arrive(memory.pipeline.producer_barrier(state.stage));
+        state.advance();
       }
       if (of.first == of.last) {
         draw();
@@ -196,7 +190,7 @@ struct Producer {
   }
 
   __device__ __forceinline__ Range range_in(uint32_t round) {
-    memory.wait_for(round);
+    memory.scheduler.wait(round);
     const Unit unit = memory.unit_in(round);
     memory.leave(round, lane);
     const Piece piece = piece_of(unit.code);
@@ -243,8 +237,8 @@ struct Consumer {
   // Operand tiles are used in rotation: a step's tile overwrites the tile of kOperands steps earlier.
   uint32_t own, arrived;
   const uint8_t* operand;
-  RingOf<kOperands> used;
-  RingOf<kRowStages> ring;
+  PipelineState<kOperands> used;
+  Pipeline<kRowStages>::State state;
   Work next;
   int passing = 0;  // stages that this consumer must still skip, after the last block that it needs
 
@@ -268,7 +262,7 @@ struct Consumer {
       int neurons[2];
       look_up(work, neurons);
       Accumulators d;
-      if constexpr (!kPaired) pass(passing + work.from - work.piece.first);
+      if constexpr (!kPaired) memory.pipeline.consumer_skip(state, passing + work.from - work.piece.first);
       if (work.steps != 0) {
         multiply_work(work, d);
       } else {  // this half needs no block, so its sums are zero
@@ -284,21 +278,14 @@ struct Consumer {
       if constexpr (sizeof(Out) == 4) {
         store_floats(neurons, unit.column, d);
       } else {
-        store_halves(neurons, unit.column, d);
+        store_rows(dw, neurons, unit.column, a.k, d, lane);
       }
     }
-    if constexpr (!kPaired) pass(passing);
-  }
-
-  __device__ __forceinline__ void release(uint32_t stage) const {
-    if (lane == 0) ptx::mbarrier_arrive(memory.empty + 8 * stage);
-  }
-  __device__ __forceinline__ void pass(int count) {
-    pass_by(ring, count, memory.full, [&](uint32_t stage) { release(stage); });
+    if constexpr (!kPaired) memory.pipeline.consumer_skip(state, passing);
   }
 
   __device__ __forceinline__ Work work_of(uint32_t round) const {
-    memory.wait_for(round);
+    memory.scheduler.wait(round);
     const Unit& unit = memory.unit_in(round);
     Work work = {piece_of(unit.code), kPaired ? unit.half : consumer, 0, 0};
     work.steps = work.piece.tile.needed(work.half, work.piece.first, work.piece.last, work.from);
@@ -318,13 +305,11 @@ struct Consumer {
     for (int step = 0; step < kOperands; ++step) fetch(of, step, (used.stage + step) % kOperands);
   }
 
-  // The neurons whose sums this lane has: by WGMMA's accumulator layout, rows lane / 4 and lane / 4 + 8 of the warp's
-  // 16. The entry is -1 if the neuron does not exist.
+  // The neurons whose sums this lane has; -1 if a neuron does not exist.
   __device__ __forceinline__ void look_up(const Work& work, int (&neurons)[2]) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int64_t position =
-          static_cast<int64_t>(work.piece.tile.index) * kTileM + work.half * kHalf + warp % 4 * 16 + lane / 4 + 8 * i;
+      const int64_t position = position_of(work.piece.tile.index, work.half, warp, lane, i);
       neurons[i] = position >= a.n ? -1 : a.plan.neurons[position];
     }
   }
@@ -333,25 +318,25 @@ struct Consumer {
     multiply_block(d, true);
 #pragma unroll 1
     for (int step = 1; step < work.steps; ++step) {
-      const uint32_t stage = ring.stage, operand = used.stage;
-      ring.advance();
+      const uint32_t stage = state.stage, operand = used.stage;
+      state.advance();
       used.advance();
       multiply_block(d, false);
       ptx::wgmma_wait_group<1>();
-      release(stage);
+      memory.pipeline.consumer_release(stage);
       fetch(work, step - 1 + kOperands, operand);
     }
     ptx::wgmma_wait_group<0>();
-    release(ring.stage);
-    ring.advance();
+    memory.pipeline.consumer_release(state.stage);
+    state.advance();
     used.advance();
   }
 
   __device__ __forceinline__ void multiply_block(Accumulators& d, bool first) const {
-    ptx::mbarrier_wait(memory.full + 8 * ring.stage, ring.phase);
+    memory.pipeline.consumer_wait(state);
     ptx::mbarrier_wait(arrived + 8 * used.stage, used.phase);
     ptx::fence_proxy_async();  // before WGMMA reads B, which cp.async wrote
-    const uint32_t h = own + used.stage * kHalfBytes, b = memory.stages + ring.stage * kBBytes;
+    const uint32_t h = own + used.stage * kHalfBytes, b = memory.stages + state.stage * kBBytes;
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kTileK / 16; ++step) {
@@ -417,15 +402,6 @@ struct Consumer {
       }
     }
   }
-
-  __device__ __forceinline__ void store_halves(const int (&neurons)[2], int unit_column, const Accumulators& d) const {
-    const int64_t column = static_cast<int64_t>(unit_column) * kTileN + lane % 4 * 8;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      Out* to = dw + neurons[i] * a.k + column;
-      store_row<kTileN>(to, neurons[i] >= 0, column, a.k, i, d, lane);
-    }
-  }
 };
 
 template <bool kPaired, class Out>
@@ -451,13 +427,10 @@ __global__ void __launch_bounds__(kThreads, 1) tile_weights_kernel(const WeightG
 }  // namespace
 
 cudaError_t tile_weights(const WeightGradient& a, cudaStream_t stream) {
-  int count = 0;
-  const cudaError_t error = multiprocessors(&count);
-  if (error != cudaSuccess) return error;
   const bool two = a.operands[1] != nullptr;
   const auto to_float = two ? tile_weights_kernel<true, float> : tile_weights_kernel<false, float>;
   const auto to_bf16 = two ? tile_weights_kernel<true, __nv_bfloat16> : tile_weights_kernel<false, __nv_bfloat16>;
-  return launch_early(a.float_dw ? to_float : to_bf16, count, kThreads, kSharedBytes, 1, stream, a);
+  return launch_persistent(a.float_dw ? to_float : to_bf16, kThreads, kSharedBytes, stream, a);
 }
 
 }  // namespace sparsellm
