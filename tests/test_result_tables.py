@@ -45,10 +45,8 @@ WITHOUT_A_FILE = {
     "RESULTS.md#text-generation-tokens-per-second 2",
     "RESULTS.md#generate-of-transformers",
     "RESULTS.md#generate-of-transformers 2",
-    "RESULTS.md#l1-loss-the-first-400-steps",
     "RESULTS.md#evaluation-speed-compared-with-lm-eval",
 }
-PICTURES_WITHOUT_A_FILE = {"0p5b_400_steps.png", "0p5b_kernels_or_torch.png", "sweep_0p5b.png", "sweep_tiny.png"}
 # Files from before benchmarks recorded their command, machine, date, commit and versions. Never add one.
 WITHOUT_PROVENANCE = {
     "0p5b_150m.jsonl", "0p5b_300m.jsonl", "0p5b_300m_benchmark.json", "dense_to_sparse.jsonl", "mini.jsonl",
@@ -334,7 +332,7 @@ def muon():
         "l1_5632_4e-5", "l1_5632_6e-5", "l1_5632_6e-5_lr1e-3", "l1_5632_6e-5_lr4e-3",
         "silu_1408_muon", "silu_1408_muon_lr1e-3", "silu_1408_muon_lr4e-3", "l1_1408_8e-5_muon4",
         "l1_5632_6e-5_muon4", "l1_5632_1.2e-4_muon4", "l1_5632_1.2e-4_muon4_t", "l1_5632_1.2e-4_muon2",
-        "l1_5632_2.4e-4_muon4",
+        "l1_5632_2.4e-4_muon4", "silu_1408_muon4_again", "silu_1408_muon8", "l1_5632_6e-5_muon8",
     ):  # fmt: skip
         config, last = runs[name]["config"], runs[name]["rows"][-1]
         width, nonzeros = config["model.intermediate_size"], last["nnz_mean"]
@@ -343,6 +341,45 @@ def muon():
         if nonzeros is not None:
             found += [nonzeros, 100 * (1 - nonzeros / width), 100 * sum(last["dead_per_layer"]) / (8 * width)]
         yield Cells(found)
+
+
+def wide_300m():
+    runs = runs_of("mini_wide_300m.jsonl")
+    for name in ("silu_1408_s0", "silu_1408_s1", "l1_5632_s0", "l1_5632_s1", "silu_1408_muon_s0"):
+        config, last = runs[name]["config"], runs[name]["rows"][-1]
+        width, seed, nonzeros = config["model.intermediate_size"], config["training.seed"], last["nnz_mean"]
+        base = f"silu_1408_s{seed}"
+        found = [width, seed, last["val_ce"]]
+        found += [last["val_ce"] - runs[base]["rows"][-1]["val_ce"]] * (name != base)
+        if nonzeros is not None:
+            found += [nonzeros, 100 * (1 - nonzeros / width), 100 * sum(last["dead_per_layer"]) / (8 * width)]
+        yield Cells(found)
+
+
+def float8():
+    found, tokens = file("float8.json"), 64 * 2048
+    for model, layer in (
+        ("dense", "dense"), ("sparse", "sparse"), ("dense FP8", "dense FP8"), ("sparse, FP8 attention", None),
+        ("sparse, FP8 attention and gate", "sparse, FP8 gate"),
+    ):  # fmt: skip
+        ms = found["model"]
+        values = [tokens / ms[model], *[ms["dense"] / ms[model]] * (model != "dense")]
+        if layer is not None:
+            layers = [found[f"layer {neurons}"]["ms"] for neurons in (5632, 11264)]
+            values += [each["dense"] / each[layer] for each in layers if layer != "dense"]
+            values.append(found["layer 5632"]["errors"][layer])
+        yield Cells(values)
+
+
+def float8_quality():
+    for name, row in file("float8_quality.json")["variants"].items():
+        values = [row["cross_entropy"]]
+        if name != "bf16":
+            values += [row["difference"], row["standard_error"]]
+        values.append(row["nonzeros"])
+        if name != "bf16":
+            values += [100 * row["differing_of_firing"], 100 * row["differing_of_all"]]
+        yield Cells(values)
 
 
 def training_steps(*names, peaks=False):
@@ -418,6 +455,9 @@ COMPARED = {
     "RESULTS.md#making-a-dense-model-sparse 2": tiny_dense_to_sparse,
     "RESULTS.md#wider-layers-a-first-screen-at-30m": widths,
     "RESULTS.md#wider-layers-learning-rates-and-muon": muon,
+    "RESULTS.md#wider-layers-300m-tokens": wide_300m,
+    "RESULTS.md#fp8-forward-passes-accuracy-and-loss": float8,
+    "RESULTS.md#fp8-forward-passes-accuracy-and-loss 2": float8_quality,
     "RESULTS.md#training-step-qwen3-8b-and-llama-3-8b-shapes":
         partial(training_steps, "training_step_qwen3_8b.json", "training_step_llama3_8b.json"),
     "RESULTS.md#dense-training-throughput-and-mfu": dense_training,
@@ -465,19 +505,17 @@ def test_nonzeros_in_the_guide_equal_the_files():
 
 
 def test_a_picture_shows_the_rows_of_its_file():
-    without = set()
     pictures = {
         re.match(r"\[([\w.]+)\]", cell)[1]: rest for cell, *rest in tables(FOLDER / "README.md")["README.md#figures"]
     }
     assert pictures.keys() == {path.name for path in (ROOT / "docs").glob("*.png")}
     for picture, (cell, left_out) in pictures.items():
-        if not (names := re.findall(r"\]\(([\w.]+)\)", cell)):
-            without.add(picture)
-        elif picture != "gains.png":  # test_readme.py has its test
+        names = re.findall(r"\]\(([\w.]+)\)", cell)
+        assert names, f"{picture} has no file"
+        if picture != "gains.png":  # test_readme.py has its test
             shown = {name: run["rows"] for name, run in runs_of(names[0]).items() if name != left_out}
             with Image.open(ROOT / "docs" / picture) as image:
                 assert image.info["Source"] == checksum(shown), f"{picture} has other rows than {names[0]}"
-    assert without == PICTURES_WITHOUT_A_FILE
 
 
 def sections(text):
