@@ -34,7 +34,8 @@ def main(text: Path, output: Path) -> LlamaForCausalLM:
     blocks = torch.tensor(list(text.read_bytes())).split(256)[:-1]  # one token per byte
     arguments = TrainingArguments(
         output, max_steps=STEPS, per_device_train_batch_size=4, gradient_accumulation_steps=2, learning_rate=2e-3,
-        bf16=torch.cuda.is_available(), logging_steps=10, save_steps=STEPS // 2, report_to="none",
+        bf16=torch.cuda.is_available(), use_cpu=not torch.cuda.is_available(), ddp_find_unused_parameters=False,
+        logging_steps=10, save_steps=STEPS // 2, report_to="none",
     )  # fmt: skip
     trainer = SparseTrainer(model, arguments, train_dataset=[{"input_ids": b, "labels": b} for b in blocks])
     trainer.train(resume_from_checkpoint=get_last_checkpoint(output) if output.is_dir() else None)

@@ -70,13 +70,14 @@ def trained(rank, folder, port):
 
 @pytest.mark.slow
 def test_the_trainer_of_transformers_trains_sparsely_on_two_ranks_and_resumes(tmp_path):
-    (tmp_path / "text").write_bytes(bytes(range(256)) * 40)
+    (tmp_path / "text").write_bytes(bytes(i * i // 7 % 256 for i in range(65 * 256)))  # 65 blocks, all different
     store = dist.TCPStore("127.0.0.1", 0, is_master=True)  # the ranks connect to this store, as under torchrun
     with ProcessPoolExecutor(2, SERVER) as pool:
         tasks = [pool.submit(trained, rank, tmp_path, store.port) for rank in range(2)]
-        (l1, straight, resumed), (_, *others) = (task.result(3 * PATIENCE) for task in tasks)
+        (l1, straight, resumed), (l1_of_other, *others) = (task.result(3 * PATIENCE) for task in tasks)
     assert len(l1) == 2 * (4 + 2)  # two micro-batches a step
     assert l1[7] < 0.9 * l1[0]
+    assert l1[0] != l1_of_other[0]  # each rank trains on samples of its own
     for state in (resumed, *others):
         for name, weight in straight.items():
             assert (weight == state[name]).all(), name
