@@ -78,12 +78,10 @@ def read_start(path: Path, schema: type, folders: tuple[Path, ...] = ()) -> Star
         del values["defaults"]
     values = flat(values) if schema is Config else values
     for group in groups() if schema is Config else ():
-        choice = "null" if group == EXPERIMENT and values.get(group, "") is None else values.get(group)
-        if isinstance(choice, str):
-            chosen = Typed(found.groups)
-            choose(chosen, group, choice, folders)
+        if group in values:
+            chosen, choice = Typed(found.groups), values.pop(group)
+            choose(chosen, group, "null" if choice is None else str(choice), folders)
             found.mistakes += [f"{path}: {mistake}" for mistake in chosen.mistakes]
-            del values[group]
     _add(found, path, values, schema)
     found.saved &= schema is Config and not found.mistakes
     if found.saved:
@@ -104,8 +102,18 @@ def _add(found: Typed, path: Path, values: dict[str, Any], schema: type) -> None
         elif Verbatim in typing.get_args(kinds[name]):
             added.keys[name] = written
         else:
-            accept(added, name, value, written, kinds[name])
+            accept(added, name, value, _with_quotes(value) or written, kinds[name])
     found.mistakes += [f"{path}: {mistake}" for mistake in added.mistakes]
+
+
+def _with_quotes(value: Any) -> str | None:
+    """`value` in quotes if it is text that would not be text without quotes, such as "8". A message that says that 8
+    should be a number would be puzzling."""
+    try:
+        bare = mapping(f"x: {value}")["x"] if isinstance(value, str) else value
+    except ValueError:
+        return None
+    return repr(value) if type(bare) is not type(value) else None
 
 
 def _drop_derived(found: Start) -> None:
@@ -127,6 +135,9 @@ def folder_mistakes(folder: Path) -> list[str]:
     if not folder.is_dir():
         return [f"{CONFIG_DIR}={folder} is not a folder: {layout}"]
     found, own = [], sorted(folder.glob("*/*.yaml"))
+    for path in sorted(folder.glob("*/*.yml")):
+        if path.parent.name in known:
+            found.append(f"{path} ends in .yml: it should end in .yaml")
     for name in dict.fromkeys(path.parent.name for path in own):
         if name not in known and (close := difflib.get_close_matches(name, known, n=1)):
             found.append(f"{folder / name} is not a group: did you mean {folder / close[0]}?")

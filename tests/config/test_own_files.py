@@ -204,9 +204,23 @@ def test_a_typo_in_a_choice_of_ones_own_is_told_like_one_that_is_typed(name, tex
     ] * len(messages), found
 
 
+def test_a_value_in_a_file_is_shown_as_it_is_written(written):
+    quoted = 'training: {steps: "8", batch_size: many}\nruntime.compile: "true"'
+    path = written("x.yaml", f"{quoted}\nmodel: [tiny]\ndata:\n")
+    shown = [
+        mistake.removeprefix(f"{path}: ").partition(": ")[0] for mistake in composition([f"--config={path}"]).mistakes
+    ]
+    assert shown == [
+        "data=null is not a choice", "model=['tiny'] is not a choice",
+        "training.steps is '8'", "training.batch_size is many", "runtime.compile is 'true'",
+    ]  # fmt: skip
+
+
 def test_a_choice_may_not_hide_the_packages_and_a_folder_may_not_be_misspelt(own, written):
     taken, folder = written("model/tiny.yaml", "num_layers: 1"), written("modell/x.yaml", "num_layers: 1").parent
+    other = written("model/other.yml", "num_layers: 1")
     assert composition([own]).mistakes == [
+        f"{other} ends in .yml: it should end in .yaml",
         f"{folder} is not a group: did you mean {folder.parent / 'model'}?",
         f"{taken} has the name of a choice of this package: rename the file",
     ]
