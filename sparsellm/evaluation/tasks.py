@@ -126,7 +126,8 @@ def load(name: str, data_dir: str | None) -> LoadedTask:
     except Exception as error:  # from libraries, the network, or a row without a field
         where, remedy = f"the rows in {source}", "they should be in the schema of the hub's data set"
         if source is None:
-            where, remedy = f"the data set of {name} on the hub", "data_dir=DIR takes local rows"
+            where = f"the data set of {name} on the hub"
+            remedy = "data_dir=DIR takes the rows that `sparsellm evaluate export=DIR` writes where the hub answers"
         chain = [error] if error.__cause__ is None else [error, error.__cause__]  # the library's error and its cause
         reason = ": ".join(map(one_line, chain))
         raise TaskUnavailable(f"{where} cannot be used: {reason}; {remedy}") from error

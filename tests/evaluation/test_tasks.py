@@ -120,6 +120,9 @@ def test_an_export_writes_the_rows_of_the_hub_as_a_data_dir_and_names_what_has_n
     shown = capsys.readouterr()
     assert shown.out == f"{tmp_path}/arc_easy/test.jsonl  6 rows\n{tmp_path}/piqa/validation.jsonl  6 rows\n"
     assert "the data set of winogrande on the hub cannot be used" in shown.err
+    assert (
+        "; data_dir=DIR takes the rows that `sparsellm evaluate export=DIR` writes where the hub answers" in shown.err
+    )
     for task, split in on_hub.values():
         lines = (tmp_path / task / f"{split}.jsonl").read_text().splitlines()
         assert list(map(json.loads, lines)) == rows_of(task, 6, 1)
