@@ -57,8 +57,8 @@ def _problems(name: str, module: nn.Module) -> Iterator[str]:
         yield f"the activation of {name} is SiLU: it should be ReLU, whose zeros are exact"
     elif not isinstance(module, OWN) and not isinstance(activation := getattr(module, "act_fn", None), nn.ReLU):
         yield (
-            f"the activation {name}.act_fn is {kind(activation)}: it should be ReLU. Create a new model with"
-            " hidden_act='relu'; `sparsellm train init_from=MODEL` turns a trained SiLU model into a ReLU model"
+            f"the activation {name}.act_fn is {kind(activation)}: it should be ReLU. Create or load the model"
+            " with hidden_act='relu'; `sparsellm train init_from=MODEL` turns a trained SiLU model into a ReLU model"
         )
     held = module._modules.keys() | module._parameters.keys() | module._buffers.keys()
     if others := sorted(held - projections.keys() - {"act_fn"}):
