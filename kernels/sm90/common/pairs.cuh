@@ -15,8 +15,8 @@
 #include <algorithm>
 
 #include "common/host.h"
-#include "common/tile.cuh"
 #include "common/twell.cuh"
+#include "common/wgmma.cuh"
 
 namespace sparsellm {
 

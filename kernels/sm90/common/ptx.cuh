@@ -1,4 +1,5 @@
-// PTX of sm_90a, one instruction (or one idiom) per function, no policy. Names follow the PTX ISA.
+// PTX that sm_90a, sm_100a and sm_120a have in common: one instruction (or one idiom) per function, no policy. Names
+// follow the PTX ISA.
 //
 // Shared memory is written through two proxies: ordinary stores and cp.async use the generic proxy, TMA uses the async
 // proxy. WGMMA and bulk copies read through the async proxy, so without a fence_proxy_async() they may read stale data

@@ -8,7 +8,7 @@
 // are the same columns of row lane / 4 + 8.
 #pragma once
 
-#include <cstdint>
+#include "common/tile.cuh"
 
 namespace sparsellm::ptx {
 
@@ -117,3 +117,63 @@ __device__ __forceinline__ void wgmma_e4m3(float (&d)[128], uint64_t a, uint64_t
 #undef SPARSELLM_D8
 
 }  // namespace sparsellm::ptx
+
+namespace sparsellm {
+
+// Computes d = A B over the next `count` >= 1 stages, which it releases. Called by one consumer warpgroup. ahead() runs
+// while the last stage is multiplied. stages: the address of stage 0. b_offset: the distance in bytes from a stage's B
+// to the part of B that this warpgroup multiplies.
+// kCopied: true if cp.async wrote the stages or parts of them. Such kernels are memory-bound, so a stage is released as
+// early as possible: the warpgroup waits until its product has ended and releases the stage before it issues the next
+// product; the other warpgroup's product keeps the tensor cores busy meanwhile. If kCopied is false, the next product
+// is issued first.
+// B is K-major [64 kBlocks, 64], or MN-major [64, 64 kBlocks] in panels of 64 columns.
+// kFloat8: the operands are e4m3, so a stage's 128-byte rows hold 128 values along k.
+template <int kBlocks, int kBMajorMN, bool kCopied = true, bool kFloat8 = false, int kCount, int kCtas, class Ahead>
+__device__ __forceinline__ void multiply(float (&d)[32 * kBlocks], const Pipeline<kCount, kCtas>& pipeline,
+                                         PipelineState<kCount>& state, int count, uint32_t stages, uint32_t b_offset,
+                                         int warpgroup, Ahead ahead) {
+  constexpr uint32_t kStepA = 32;
+  constexpr uint32_t kStepB = kBMajorMN ? 16 * 128 : 32;
+  constexpr uint32_t kPanel = kTileK * 128;  // bytes of an MN-major panel: 64 rows of k, 64 columns each
+  const uint64_t first_a = ptx::wgmma_descriptor(stages + warpgroup * (kABytes / 2), 16, 1024);
+  const uint64_t first_b = ptx::wgmma_descriptor(stages + kABytes + b_offset, kBMajorMN ? kPanel : 16, 1024);
+  const auto issue = [&](bool first) {
+    pipeline.consumer_wait(state);
+    if constexpr (kCopied) ptx::fence_proxy_async();
+    const uint64_t a = ptx::advanced(first_a, state.stage * kStageBytes);
+    const uint64_t b = ptx::advanced(first_b, state.stage * kStageBytes);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kTileK / 16; ++step) {
+      const uint64_t a_step = ptx::advanced(a, step * kStepA), b_step = ptx::advanced(b, step * kStepB);
+      if constexpr (kFloat8) {
+        ptx::wgmma_e4m3(d, a_step, b_step, !first || step != 0);
+      } else {
+        ptx::wgmma<kBlocks, kBMajorMN>(d, a_step, b_step, !first || step != 0);
+      }
+    }
+    ptx::wgmma_commit_group();
+  };
+  issue(true);
+  uint32_t previous = state.stage;
+  state.advance();
+  for (int kb = 1; kb < count; ++kb) {
+    if constexpr (kCopied) {
+      ptx::wgmma_wait_group<0>();
+      pipeline.consumer_release(previous);
+    }
+    issue(false);
+    if constexpr (!kCopied) {
+      ptx::wgmma_wait_group<1>();
+      pipeline.consumer_release(previous);
+    }
+    previous = state.stage;
+    state.advance();
+  }
+  ahead();
+  ptx::wgmma_wait_group<0>();
+  pipeline.consumer_release(previous);
+}
+
+}  // namespace sparsellm

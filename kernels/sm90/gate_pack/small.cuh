@@ -9,7 +9,7 @@
 #pragma once
 
 #include "common/host.h"
-#include "common/tile.cuh"
+#include "common/wgmma.cuh"
 #include "gate_pack/pack.cuh"
 
 namespace sparsellm {

@@ -22,6 +22,7 @@
 // dl1 sign(h) is computed in float32, multiplied by g or u, and rounded to bf16 once. l1 is summed in float32 in a
 // fixed order. The results are deterministic: no bit depends on which CTA computes an item.
 #include "common/host.h"
+#include "common/wgmma.cuh"
 #include "tile/plan.cuh"
 
 namespace sparsellm {

@@ -16,6 +16,7 @@
 // Numerics: y is accumulated in float32 over a tile's slots, block by block in ascending order, for each block the
 // first list before the second, and rounded to bf16 once. Deterministic.
 #include "common/host.h"
+#include "common/wgmma.cuh"
 #include "tile/gather.cuh"
 #include "tile/plan.cuh"
 

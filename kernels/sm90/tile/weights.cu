@@ -24,6 +24,7 @@
 // Numerics: dW is accumulated in float32 over a tile's slots, block by block in ascending order; sums of pieces are
 // added in order. dW is rounded to bf16 once, or not at all if dW is float32. Deterministic.
 #include "common/host.h"
+#include "common/wgmma.cuh"
 #include "tile/gather.cuh"
 #include "tile/plan.cuh"
 
