@@ -1,6 +1,6 @@
 // Interface of the feedforward engines (dense, row, tile): one forward and one backward function per engine, except
 // that the row engine has no backward pass. Nothing here depends on torch. The header separates two layers. The code
-// above it (bindings.cpp, and through it Python) knows tensors and policy. The code below it (sm90/) knows how a pass
+// above it (bindings.cpp, and through it Python) knows tensors and policy. The code below it (portable/, sm90/) knows how a pass
 // is divided into kernels, in which order they are launched, and how every buffer between them is laid out.
 //
 // The caller provides all memory: the results, a workspace of `..._workspace_bytes(...)` bytes, and, if a backward pass

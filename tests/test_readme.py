@@ -144,7 +144,9 @@ def test_links_and_pictures_lead_somewhere(document):
 )
 def test_a_file_that_a_document_names_exists(document):
     for name in re.findall(r"`((?:[a-z_0-9]+/)+[a-z_0-9]+\.(?:py|yaml|sh|h|cu|cuh|cpp))`", document.read_text()):
-        places = [place / name for place in (ROOT, ROOT / "sparsellm", ROOT / "kernels", ROOT / "kernels/sm90")]
+        kernels = ROOT / "kernels"
+        folders = (ROOT, ROOT / "sparsellm", kernels, kernels / "portable", kernels / "sm90")
+        places = [folder / name for folder in folders]
         assert any(path.exists() for path in places), f"{document.name} names {name}, which does not exist"
 
 

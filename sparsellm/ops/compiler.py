@@ -28,7 +28,8 @@ SOURCES = {".cu", ".cuh", ".h", ".cpp"}
 LIBRARY = "sparsellm_kernels.so"
 TOOLKIT = Path("/usr/local/cuda")
 
-COMPILE = ["-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "--expt-relaxed-constexpr", "-I.", "-Ism90"]
+INCLUDES = ["-I.", "-Iportable", "-Ism90"]
+COMPILE = ["-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "--expt-relaxed-constexpr", *INCLUDES]
 REPORT = ["-Xptxas", "-v", "-lineinfo"]
 POSITION_INDEPENDENT = ["-Xcompiler", "-fPIC"]
 # Restricts calls to the stable ABI of torch 2.10, so that one library serves every later torch.

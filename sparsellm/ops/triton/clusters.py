@@ -1,6 +1,6 @@
 """Orders the tokens so that neighbours fire the same neurons, because the cost of a tile grows with its union.
 
-The algorithm is that of kernels/sm90/order/order.cu, on bits instead of lists. The tokens are cut into *chunks* of
+The algorithm is that of kernels/portable/order/order.cu, on bits instead of lists. The tokens are cut into *chunks* of
 `size` tokens (the last chunk may have fewer), which are ordered separately; no state is kept between calls. Neurons 2 i
 and 2 i + 1 count as one *pair*, which halves the work and makes unions 1% larger. For each chunk:
 
