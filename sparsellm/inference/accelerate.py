@@ -73,9 +73,14 @@ def accelerate(
 
     Raises:
         KernelsUnavailable: The required kernels cannot run here.
+        TypeError: `model` is no module, for example a path.
         ValueError: The operator does not support a block, or this process already uses other kernels. The model is
             unchanged.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model is {model!r}: it should be a loaded model, such as from_pretrained(PATH) of transformers"
+        )
     if kernels not in ("auto", "cuda", "triton", "torch"):
         raise ValueError(f"kernels is {kernels!r}: it should be 'auto', 'cuda', 'triton' or 'torch'")
     if engine is not None and (engine not in ENGINES or kernels == "torch"):

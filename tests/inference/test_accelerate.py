@@ -233,6 +233,8 @@ def test_weights_made_in_inference_mode_are_refused(hollow):
 
 
 def test_arguments_are_refused(hollow):
+    with pytest.raises(TypeError, match="model is 'runs/x/hf': it should be a loaded model"):
+        sparsellm.accelerate("runs/x/hf")
     model = make("llama")
     with pytest.raises(ValueError, match="kernels is 'gpu': it should be 'auto', 'cuda', 'triton' or 'torch'"):
         sparsellm.accelerate(model, "gpu")
