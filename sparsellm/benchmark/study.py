@@ -66,9 +66,10 @@ def benchmark(config: BenchmarkConfig) -> tuple[dict[str, Any], Path]:
             reason = no_float8 or _odd_sizes((baseline or subject).config)
             if on_gpu and reason is not None:
                 without_float8.append(f"no dense FP8 of {(baseline or subject).name}: {reason}")
-            sparse = config.float8 and not missing and subject.activation == Activation.relu
-            if sparse and (odd := _odd_sizes(subject.config, feedforward=False)):
-                without_float8.append(f"no sparse FP8 of {subject.name}: {odd}")
+            sparse = config.float8 and not missing
+            silu = None if subject.activation == Activation.relu else "the kernels compute ReLU gates"
+            if sparse and (wrong := silu or _odd_sizes(subject.config, feedforward=False)):
+                without_float8.append(f"no sparse FP8 of {subject.name}: {wrong}")
                 sparse = False
             in_float8 = [report.SPARSE_FP8] * sparse + [report.DENSE_FP8] * (on_gpu and reason is None)
             measured.append(_measure(subject, baseline, not missing, in_float8, config, ranks))
@@ -129,7 +130,7 @@ def _without_kernels(config: BenchmarkConfig, device: torch.device) -> list[str]
 
 
 def _odd_sizes(model: ModelConfig, feedforward: bool = True) -> str | None:
-    """Why torchao would leave layers of `model` in bfloat16; None if it would not. `feedforward`: count these too."""
+    """Why torchao would leave layers of `model` in bfloat16; None if it would not. `feedforward`: check its layers too."""
     sizes = sizes_in_float8(model, feedforward)
     odd = (f"{name} is {size}" for name, size in sizes.items() if size % float8.MULTIPLE)
     wrong = next(odd, None)

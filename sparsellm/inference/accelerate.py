@@ -90,6 +90,8 @@ def accelerate(
         )
     if engine is not None and training:
         raise ValueError(f"engine is {engine!r} with training=True: it should be None")
+    if float8 not in (False, True, "gate"):
+        raise ValueError(f"float8 is {float8!r}: it should be True, False or 'gate'")
     if float8 and (training or kernels in ("triton", "torch")):
         raise ValueError(
             f"float8 is {float8!r} with kernels={kernels!r} and training={training}: it should be False, because only"
@@ -140,29 +142,27 @@ def accelerate(
 
 def _check_float8(model: nn.Module, blocks: list[nn.Module], float8: bool | Literal["gate"]) -> None:
     """Raise ValueError if this machine, a block or the model's attention has no FP8 products."""
-    obstacle = None if float8 == "gate" else torchao.obstacle()
-    if obstacle is not None:
-        raise ValueError(f"float8 is {float8!r}: it should be False here, because {obstacle}")
-    attention = [module for name, module in model.named_modules() if name.endswith("self_attn")]
-    if float8 == "gate":
-        attention = []
-    elif not attention:
-        raise ValueError(f"this {kind(model)} has no module `self_attn`: float8 should be False")
-    for name, linear in (found for module in attention for found in module.named_modules()):
-        if isinstance(linear, nn.Linear) and any(size % torchao.MULTIPLE for size in linear.weight.shape):
-            raise ValueError(
-                f"{name}.weight of the attention is {list(linear.weight.shape)}: for float8=True both sizes should be"
-                f" multiples of {torchao.MULTIPLE}"
-            )
+    if float8 != "gate":
+        if (obstacle := torchao.obstacle()) is not None:
+            raise ValueError(f"float8 is True: it should be False here, because {obstacle}")
+        attention = [module for name, module in model.named_modules() if name.endswith("self_attn")]
+        if not attention:
+            raise ValueError(f"this {kind(model)} has no module `self_attn`: float8 should be False")
+        for name, linear in (found for module in attention for found in module.named_modules()):
+            if isinstance(linear, nn.Linear) and any(size % torchao.MULTIPLE for size in linear.weight.shape):
+                raise ValueError(
+                    f"{name}.weight of the attention is {list(linear.weight.shape)}: for float8=True both sizes should"
+                    f" be multiples of {torchao.MULTIPLE}"
+                )
     for block in blocks:
         weight = block.get_parameter("up_proj.weight")
         if not sparse_engines_take(weight):
             raise ValueError(
-                f"a block is {weight.dtype} on {weight.device}: for float8=True it should be torch.bfloat16 on a GPU"
+                f"a block is {weight.dtype} on {weight.device}: for float8={float8!r} it should be torch.bfloat16 on a GPU"
             )
         if weight.shape[1] % float8_gate.MULTIPLE:
             raise ValueError(
-                f"a block's hidden size is {weight.shape[1]}: for float8=True it should be a multiple of"
+                f"a block's hidden size is {weight.shape[1]}: for float8={float8!r} it should be a multiple of"
                 f" {float8_gate.MULTIPLE}"
             )
 

@@ -128,10 +128,10 @@ class EngineChoice:
     def __init__(self, engine: str | None, policy: Policy, copies: bool = True, float8: bool = False) -> None:
         """engine: the name of the engine that computes every call, or None: `policy` chooses, from counts. copies: keep
         a neuron-major copy of W_d, without which the sparse engines transpose W_d in every call. float8: the tile
-        engine computes the gate product of calls of many tokens in FP8; needs `copies` and the CUDA kernels. Until
-        counts arrive, these calls take the tile engine, so that the first one is in FP8 too."""
+        engine computes the gate product of calls of many tokens in FP8; needs `copies` and the CUDA kernels."""
         self.engine, self.policy, self.copies, self.float8 = engine, policy, copies, float8
-        # Indexed by FEW, BETWEEN, MANY. Until counts arrive, calls of many tokens use the dense engine.
+        # Indexed by FEW, BETWEEN, MANY. Until counts arrive, calls of many tokens use the dense engine; in FP8 they use
+        # the tile engine, so that the first call is in FP8 too.
         first = (policy.first_of_few(), DENSE, Plan.of("tile") if float8 else DENSE)
         self.plans = [plan if engine is None else Plan.of(engine) for plan in first]
         self.calls = [0, 0, 0]

@@ -117,9 +117,9 @@ class Sweep:
 
     def dtype(self, point: Point) -> str:
         """The name of the dtype in which a point is evaluated."""
-        typed = self.evaluation.dtype
         if self.evaluation.float8:
             return FLOAT8
+        typed = self.evaluation.dtype
         return point.config.runtime.precision.name if typed == Dtype.auto else typed.name
 
     def evaluation_of(self, point: Point) -> list[str]:

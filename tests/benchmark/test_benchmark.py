@@ -227,6 +227,20 @@ def test_sparse_fp8_is_measured_where_it_is_asked_for_and_the_sizes_allow_it(run
         assert sides == {True: expected}
 
 
+def test_a_silu_model_has_no_sparse_fp8_and_the_report_says_why(run, monkeypatch):
+    opened, written = Subject.open(locate(str(run)), BenchmarkConfig(sequences=2)), []
+    silu = replace(opened, activation=Activation.silu)
+    monkeypatch.setattr(study, "mistakes", lambda _: [])
+    monkeypatch.setattr(study, "_without_kernels", lambda *_: [])
+    monkeypatch.setattr(study.Subject, "open", lambda *_: silu)
+    monkeypatch.setattr(study, "_measure", lambda *arguments: arguments[3])
+    monkeypatch.setattr(study.report, "write_all", lambda _, results: written.append(results))
+    monkeypatch.setattr(study, "_draw", lambda *_: None)
+    study.benchmark(BenchmarkConfig([str(run)], float8=True))
+    assert written[0]["checkpoints"] == [[]]
+    assert f"no sparse FP8 of {silu.name}: the kernels compute ReLU gates" in written[0]["missing"]
+
+
 def test_dense_fp8_has_no_scores_and_no_decoding_in_the_tables():
     rate = {"tokens_per_s": 2000.0, "mj_per_token": 1.0, "peak_bytes": 2**30}
     model = {"name": "A", "checkpoint": "A", "parameters": 10**9, "activation": "relu"}

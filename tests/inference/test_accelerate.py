@@ -236,6 +236,8 @@ def test_arguments_are_refused(hollow):
     with pytest.raises(TypeError, match="model is 'runs/x/hf': it should be a loaded model"):
         sparsellm.accelerate("runs/x/hf")
     model = make("llama")
+    with pytest.raises(ValueError, match="float8 is 'all': it should be True, False or 'gate'"):
+        sparsellm.accelerate(model, float8="all")
     with pytest.raises(ValueError, match="kernels is 'gpu': it should be 'auto', 'cuda', 'triton' or 'torch'"):
         sparsellm.accelerate(model, "gpu")
     for kernels, engine in (("cuda", "fast"), ("torch", "row")):
