@@ -130,7 +130,8 @@ def _without_kernels(config: BenchmarkConfig, device: torch.device) -> list[str]
 
 
 def _odd_sizes(model: ModelConfig, feedforward: bool = True) -> str | None:
-    """Why torchao would leave layers of `model` in bfloat16; None if it would not. `feedforward`: check its layers too."""
+    """Why torchao would leave layers of `model` in bfloat16; None if it would not. `feedforward`: check feedforward
+    layers too."""
     sizes = sizes_in_float8(model, feedforward)
     odd = (f"{name} is {size}" for name, size in sizes.items() if size % float8.MULTIPLE)
     wrong = next(odd, None)

@@ -158,7 +158,8 @@ def _check_float8(model: nn.Module, blocks: list[nn.Module], float8: bool | Lite
         weight = block.get_parameter("up_proj.weight")
         if not sparse_engines_take(weight):
             raise ValueError(
-                f"a block is {weight.dtype} on {weight.device}: for float8={float8!r} it should be torch.bfloat16 on a GPU"
+                f"a block is {weight.dtype} on {weight.device}: for float8={float8!r} it should be torch.bfloat16 on a"
+                " GPU"
             )
         if weight.shape[1] % float8_gate.MULTIPLE:
             raise ValueError(
