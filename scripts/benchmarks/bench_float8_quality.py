@@ -132,7 +132,8 @@ def main(arguments: list[str] | None = None) -> None:
     checkpoint = locate(args.checkpoint)
     if args.text is None and checkpoint.run is None:
         parser.error(f"{args.checkpoint} belongs to no run: it needs --text FILE")
-    device, names = "cuda" if torch.cuda.is_available() else "cpu", list(VARIANTS)
+    print(harness.gpu())
+    device, names = "cuda", list(VARIANTS)
     if (reason := float8.obstacle()) is not None:
         print(f"only bf16 and the gate: {reason}")
         names = ["bf16", "FP8 gate"]
