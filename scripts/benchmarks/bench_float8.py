@@ -1,15 +1,19 @@
 """What FP8 gains: the gate product, one feedforward layer, and a whole model, dense and sparse, in one process.
 
     python -m scripts.benchmarks.bench_float8 [--parts gate layer model] [--m 16384] [--neurons 5632 11264]
-    python -m scripts.benchmarks.bench_float8 --parts model --experiment 1p5b --sequences 64 --mean 36 --locality 0.6
+    python -m scripts.benchmarks.bench_float8 --parts model --experiment 0p5b 1p5b --sequences 64 --mean 36
+    python -m scripts.benchmarks.bench_float8 --parts model --settings torchao
 
 Dense FP8 is torchao's, with a scale per token and per row of a weight. Weights are random and fire as `--mean` says
 (patterns.py, shaped_models.py). `gate` compares products of M x K with N x K: cuBLAS's in bfloat16 and FP8, and
 gate_pack in both; rounding x to FP8 is timed apart. `layer` is y of one layer; `error` is ||y - ref|| / ||ref|| against
 float64 on 2,048 tokens. `model` is a forward pass of a `transformers` model up to its hidden states, its layers
 compiled; each variant's first time is printed as soon as it is compiled. Sparse layers always take the tile engine.
+`--settings torchao` compiles every variant with the inductor settings that torchao sets by default, which tune Triton
+kernels; otherwise all have inductor's own.
 
-Times are medians of alternating CUDA events (sparsellm/ops/gpu_timing.py).
+Times of gates and layers are medians of alternating CUDA events (sparsellm/ops/gpu_timing.py). Models run in turns; an
+energy is that of the whole GPU (sparsellm/benchmark/timing.py).
 """
 
 import argparse
@@ -23,6 +27,7 @@ from torch import Tensor, nn
 from scripts.benchmarks import harness, patterns, shaped_models
 from sparsellm.analysis.speed import dense_gated
 from sparsellm.benchmark.phases import sharing_copy
+from sparsellm.benchmark.timing import alternate
 from sparsellm.config import from_overrides
 from sparsellm.hf import conversion
 from sparsellm.inference.accelerate import accelerate
@@ -32,7 +37,8 @@ from sparsellm.ops.gpu_timing import alternating_ms
 
 COPIES = 2  # of the inputs, used in turn, so that no call finds its tensors in L2
 ERROR_TOKENS = 2048
-BUDGET_MS, MODEL_BUDGET_MS = 120, 3000
+BUDGET_MS = 120
+MODEL_SECONDS = 5  # per variant
 LENGTH = 2048  # tokens per sequence of a model
 
 
@@ -128,8 +134,9 @@ def of_layer(blocks: list[patterns.Block]) -> dict:
     return {"ms": found, "errors": errors}
 
 
-def of_model(args: argparse.Namespace) -> dict:
-    config = from_overrides([f"experiment={args.experiment}"])
+def of_model(experiment: str, args: argparse.Namespace) -> dict:
+    """{variant: {"tokens_per_s", "spread", "mj_per_token"}}"""
+    config = from_overrides([f"experiment={experiment}"])
     model, length = config.model, min(LENGTH, config.model.context_length)
     rates = shaped_models.layer_rates(model.num_layers, model.intermediate_size, None, args.mean)
 
@@ -142,12 +149,17 @@ def of_model(args: argparse.Namespace) -> dict:
     stock = conversion.view(weights, model, config.sparsity.activation, 0)
     tokens = text(args.sequences, 2)
 
-    def variant(prepare: Callable[[Any], object]) -> Callable[[int], object]:
+    def variant(prepare: Callable[[Any], object]) -> Callable[[], int]:
         made = sharing_copy(stock)
         prepare(made)
         for layer in made.model.layers:
             layer.compile(dynamic=False)
-        return lambda _: made.base_model(input_ids=tokens, use_cache=False)
+
+        def work() -> int:
+            made.base_model(input_ids=tokens, use_cache=False)
+            return tokens.numel()
+
+        return work
 
     def attention(made: Any) -> None:
         accelerate(made, "cuda", "tile")
@@ -161,20 +173,32 @@ def of_model(args: argparse.Namespace) -> dict:
         "sparse, FP8 attention": attention,
         "dense FP8": lambda made: float8.quantize_linears(made.model.layers),
     }
-    calls = {}
+    works = {}
     for name, prepare in prepared.items():
-        call = variant(prepare)
+        work = variant(prepare)
         started = time.perf_counter()
         for _ in range(2):  # the first run compiles
             before = time.perf_counter()
-            call(0)
+            work()
             torch.cuda.synchronize()
         now = time.perf_counter()
         rate = tokens.numel() / (now - before) / 1e3
         print(f"{name}: {rate:.1f} tokens/ms, compiled in {before - started:.0f} s", flush=True)
-        calls[name] = call
-    title = f"Model {args.experiment}, {args.sequences} x {length} tokens, {args.mean:g} nonzeros"
-    return shown(title, calls, "dense", MODEL_BUDGET_MS, tokens.numel())
+        works[name] = work
+    found = alternate(works, MODEL_SECONDS, torch.device("cuda"))
+    print(f"\nModel {experiment}, {args.sequences} x {length} tokens, {args.mean:g} nonzeros")
+    dense = found["dense"]
+    harness.table(
+        {
+            "variant": name,
+            "tokens/ms": f"{row['tokens_per_s'] / 1e3:.1f}",
+            "speedup over dense": f"{row['tokens_per_s'] / dense['tokens_per_s']:.3f}",
+            "spread": f"{row['spread']:.1%}",
+            "mJ/token": harness.cell(row["mj_per_token"], ".3f"),
+        }
+        for name, row in found.items()
+    )
+    return found
 
 
 def main() -> None:
@@ -183,12 +207,17 @@ def main() -> None:
     parser.add_argument("--m", type=int, default=16_384, help="tokens of the gate and the layer")
     parser.add_argument("--neurons", type=int, nargs="+", default=(5632, 11_264), help="of the gate and the layer")
     parser.add_argument("--mean", type=float, default=shaped_models.DEFAULT_MEAN, help="nonzeros per token")
-    parser.add_argument("--experiment", default="1p5b", help="which model")
+    parser.add_argument("--experiment", nargs="+", default=("1p5b",), help="which models")
+    parser.add_argument("--settings", choices=("inductor", "torchao"), default="inductor", help="of compiled models")
     parser.add_argument("--sequences", type=int, default=64, help=f"sequences of {LENGTH:,} tokens for the model")
     patterns.add_locality(parser)
     args = parser.parse_args()
     print(harness.gpu(), flush=True)
     backend.load("cuda")
+    if args.settings == "torchao":
+        from torchao.quantization.utils import recommended_inductor_config_setter
+
+        recommended_inductor_config_setter()
     results: dict[str, Any] = {}
     with torch.no_grad():
         for neurons in args.neurons if {"gate", "layer"} & set(args.parts) else ():
@@ -196,8 +225,9 @@ def main() -> None:
             for part, measure in (("gate", of_gate), ("layer", of_layer)):
                 if part in args.parts:
                     results[f"{part} {neurons}"] = measure(made)
-        if "model" in args.parts:
-            results["model"] = of_model(args)
+        for experiment in args.experiment if "model" in args.parts else ():
+            results[f"model {experiment}"] = of_model(experiment, args)
+            harness.write(args.json, results)  # after each model, so that a later failure loses none
     harness.write(args.json, results)
 
 
