@@ -153,11 +153,17 @@ class EngineChoice:
         EngineChoice.__init__(self, state["engine"], state["policy"], state["copies"], state["float8"])
         self.plans = state["plans"]
 
-    def run(self, x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> Results:
-        """(y, l1, fired, counts) of the operator, without gradients, for inputs that ops.feedforward.check accepts."""
-        return self._run(x, w_gate, w_up, w_down, *self._plan(x, w_up))
+    def run(
+        self, x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, rounded: Float8Rows | None = None
+    ) -> Results:
+        """(y, l1, fired, counts) of the operator, without gradients, for inputs that ops.feedforward.check accepts.
 
-    def output(self, x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> Tensor:
+        rounded: x in FP8, if the caller has it."""
+        return self._run(x, w_gate, w_up, w_down, *self._plan(x, w_up), rounded=rounded)
+
+    def output(
+        self, x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, rounded: Float8Rows | None = None
+    ) -> Tensor:
         """Only y of `run`. A dense call that is not due to be counted skips the statistics.
 
         Such a call is computed in one of two ways. In a CUDA graph only device time matters, and the operator is faster
@@ -169,7 +175,7 @@ class EngineChoice:
             self._note(x, w_gate, w_up, w_down)
         of_pytorch = plan.engine == Engine.dense and not counting and not fuses(x.shape[0]) and w_down.dtype == x.dtype
         if not of_pytorch or is_capturing():
-            return self._run(x, w_gate, w_up, w_down, plan, counting, returning=False)[0]
+            return self._run(x, w_gate, w_up, w_down, plan, counting, returning=False, rounded=rounded)[0]
         return _by_pytorch(x, w_gate, w_up, w_down)
 
     def output_as_before(self, x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> Tensor | None:
@@ -246,6 +252,7 @@ class EngineChoice:
         plan: Plan,
         sending: bool,
         returning: bool = True,
+        rounded: Float8Rows | None = None,
     ) -> Results:
         """sending: start copying the counts to the host. returning: the caller needs the statistics."""
         w_down_t = None
@@ -254,7 +261,7 @@ class EngineChoice:
         if self.float8 and w_down_t is not None and plan.engine == Engine.tile and x.shape[0] >= MANY_TOKENS:
             rows = self.float8_weight(w_up if w_gate is None else w_gate)
             weights = (None if w_gate is None else cuda.readable(w_gate), cuda.readable(w_up), w_down_t)
-            results = cuda.float8_forward(cuda.readable(x), *weights, rows, plan.room)
+            results = cuda.float8_forward(cuda.readable(x), *weights, rows, plan.room, rounded)
         else:
             results = forward(x, w_gate, w_up, w_down, plan, w_down_t, False, sending or returning)[:4]
         if sending:
@@ -376,27 +383,45 @@ def _choice_of(handle: Tensor) -> EngineChoice:
     return choice
 
 
+def _rounded(values: Tensor | None, scales: Tensor | None) -> Float8Rows | None:
+    return None if values is None or scales is None else Float8Rows(values, scales)
+
+
 @torch.library.custom_op("sparsellm::chosen_feedforward", mutates_args=())
 def _chosen_feedforward(
-    x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, handle: Tensor
+    x: Tensor,
+    w_gate: Tensor | None,
+    w_up: Tensor,
+    w_down: Tensor,
+    handle: Tensor,
+    values: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """values, scales: x in FP8, or None."""
     check(x, w_gate, w_up, w_down, cast=True)
-    return _choice_of(handle).run(x, w_gate, w_up, w_down)
+    return _choice_of(handle).run(x, w_gate, w_up, w_down, _rounded(values, scales))
 
 
 @_chosen_feedforward.register_fake
-def _(
-    x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, handle: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, *_: Tensor | None) -> Results:
     return fake_results(x, w_down.shape[1])
 
 
 @torch.library.custom_op("sparsellm::chosen_output", mutates_args=())
-def _chosen_output(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, handle: Tensor) -> Tensor:
+def _chosen_output(
+    x: Tensor,
+    w_gate: Tensor | None,
+    w_up: Tensor,
+    w_down: Tensor,
+    handle: Tensor,
+    values: Tensor | None = None,
+    scales: Tensor | None = None,
+) -> Tensor:
+    """values, scales: x in FP8, or None."""
     check(x, w_gate, w_up, w_down, cast=True)
-    return _choice_of(handle).output(x, w_gate, w_up, w_down)
+    return _choice_of(handle).output(x, w_gate, w_up, w_down, _rounded(values, scales))
 
 
 @_chosen_output.register_fake
-def _(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, handle: Tensor) -> Tensor:
+def _(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, *_: Tensor | None) -> Tensor:
     return fake_results(x, w_down.shape[1])[0]

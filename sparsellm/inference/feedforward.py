@@ -15,9 +15,9 @@ from typing import Any, Self, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from sparsellm.inference.engine_choice import EngineChoice, register, sparse_engines_take
+from sparsellm.inference.engine_choice import MANY, EngineChoice, kind_of, register, sparse_engines_take
 from sparsellm.inference.matching import OWN, PROJECTIONS, kind
-from sparsellm.ops import MAX_COLUMNS, MULTIPLE, FeedForwardOutput, Plan, backend, feedforward
+from sparsellm.ops import MAX_COLUMNS, MULTIPLE, FeedForwardOutput, Plan, backend, feedforward, float8_gate
 from sparsellm.ops.feedforward import check, in_autocast, output_of
 from sparsellm.policy import Policy
 from sparsellm.policy.training import Call, TrainingChoice, choose_in_training, in_backward, stop_choosing
@@ -132,12 +132,14 @@ class SparseFeedForward(nn.Module):
             y = out.y.view(x.shape)
             return out._replace(y=y) if self.returns_statistics else y
         check(rows, *weights, cast)
+        rounding = compiling and self.choice.float8 and kind_of(len(rows)) == MANY
+        rounded = float8_gate.quantize_rows(rows) if rounding else (None, None)  # fused with what computes x
         if not self.returns_statistics:
             if compiling:
-                return torch.ops.sparsellm.chosen_output(rows, *weights, self.handle).view(x.shape)
+                return torch.ops.sparsellm.chosen_output(rows, *weights, self.handle, *rounded).view(x.shape)
             return self.choice.output(rows, *weights).view(x.shape)
         if compiling:
-            y, l1, fired, counts = torch.ops.sparsellm.chosen_feedforward(rows, *weights, self.handle)
+            y, l1, fired, counts = torch.ops.sparsellm.chosen_feedforward(rows, *weights, self.handle, *rounded)
         else:
             y, l1, fired, counts = self.choice.run(rows, *weights)
         return output_of(y.view(x.shape), l1, fired, counts)

@@ -74,15 +74,21 @@ def row_output(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down_t: Tensor)
 
 
 def float8_forward(
-    x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down_t: Tensor, thresholded: Float8Rows, room: int
+    x: Tensor,
+    w_gate: Tensor | None,
+    w_up: Tensor,
+    w_down_t: Tensor,
+    thresholded: Float8Rows,
+    room: int,
+    rounded: Float8Rows | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(y, l1, fired, counts) of the tile engine with the gate product in FP8; the other products are bfloat16.
 
-    thresholded: w_gate, or w_up of a non-gated layer, in FP8. M > 0, and K is a multiple of 16. All other tensors must
-    be bfloat16, contiguous and aligned (see `readable`).
+    thresholded: w_gate, or w_up of a non-gated layer, in FP8. rounded: x in FP8, if the caller has it. M > 0, and K is
+    a multiple of 16. All other tensors must be bfloat16, contiguous and aligned (see `readable`).
     """
     m, n = x.shape[0], len(w_up)
-    weights, gate = (w_gate, w_up, w_down_t), (*quantize_rows(x), *thresholded)
+    weights, gate = (w_gate, w_up, w_down_t), (*(rounded or quantize_rows(x)), *thresholded)
     capacity, ordered = capacity_of(m, n, room), borders.orders(m)
     return _called("tile_forward_float8", x, *weights, *gate, capacity, ordered)[:4]
 

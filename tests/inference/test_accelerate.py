@@ -282,11 +282,16 @@ def test_a_model_in_float8_rounds_attention_and_the_gate_of_long_calls(hollow, m
 def test_the_gate_alone_in_float8_needs_no_torchao_and_takes_the_tile_engine_before_any_counts(hollow, monkeypatch):
     monkeypatch.setattr(module.torchao, "obstacle", lambda: pytest.fail("asked for torchao"))
     monkeypatch.setattr(cuda, "quantize_rows", float8_gate.quantize_rows)
-    said, gates = [], []
+    said, gates, traced = [], [], []
     monkeypatch.setattr(module, "warn", said.append)
 
-    def gate_in_float8(x, w_gate, w_up, w_down_t, thresholded, room):
+    def gate_in_float8(x, w_gate, w_up, w_down_t, thresholded, room, rounded):
         gates.append(len(x))
+        if rounded is not None:
+            expected = float8_gate.quantize_rows(x)
+            assert torch.equal(rounded.scales, expected.scales)
+            assert torch.equal(rounded.values.float(), expected.values.float())
+            traced.append(len(x))
         return forward(x, w_gate, w_up, w_down_t.T, Plan(), None, False)[:4]
 
     monkeypatch.setattr(cuda, "float8_forward", gate_in_float8)
@@ -303,7 +308,12 @@ def test_the_gate_alone_in_float8_needs_no_torchao_and_takes_the_tile_engine_bef
     assert gates == [128] * len(model.model.layers)
     gates.clear()
     hollow.of(model, tokens(127))
-    assert gates == []
+    assert gates == [] == traced
+    model = sparsellm.accelerate(make("llama"), float8="gate")
+    for layer in model.model.layers:
+        layer.mlp.compile(backend="eager")  # compiled code rounds x itself, so that inductor can fuse it
+    hollow.of(model, tokens(128))
+    assert traced == [128] * len(model.model.layers)
 
 
 def test_float8_is_never_left_out_silently(monkeypatch):
