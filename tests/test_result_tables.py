@@ -356,19 +356,24 @@ def wide_300m():
         yield Cells(found)
 
 
-def float8():
-    found, tokens = file("float8.json"), 64 * 2048
-    for model, layer in (
-        ("dense", "dense"), ("sparse", "sparse"), ("dense FP8", "dense FP8"), ("sparse, FP8 attention", None),
-        ("sparse, FP8 attention and gate", "sparse, FP8 gate"),
-    ):  # fmt: skip
-        ms = found["model"]
-        values = [tokens / ms[model], *[ms["dense"] / ms[model]] * (model != "dense")]
-        if layer is not None:
-            layers = [found[f"layer {neurons}"]["ms"] for neurons in (5632, 11264)]
-            values += [each["dense"] / each[layer] for each in layers if layer != "dense"]
-            values.append(found["layer 5632"]["errors"][layer])
-        yield Cells(values)
+def float8_models():
+    files = {f"{name} {size}": file(f"float8_{name}.json")[f"model {size}"] for name, size in (
+        ("0p5b_1p5b", "0p5b"), ("1b_2b", "1b"), ("0p5b_1p5b", "1p5b"), ("1b_2b", "2b"), ("1p5b_inductor", "1p5b"),
+    )}  # fmt: skip
+    for found in files.values():
+        speed, energy = ({name: row[key] for name, row in found.items()} for key in ("tokens_per_s", "mj_per_token"))
+        dense, ours, rival = "dense", "sparse, FP8 attention and gate", "dense FP8"
+        ratios = [speed[name] / speed[dense] for name in ("sparse", rival, "sparse, FP8 attention", ours)]
+        energies = [energy[name] for name in (dense, rival, ours)]
+        yield Cells([speed[dense] / 1e3, *ratios, speed[ours] / speed[rival], *energies, energy[ours] / energy[rival]])
+
+
+def float8_layers():
+    found = file("float8.json")
+    for name in ("dense", "sparse", "dense FP8", "sparse, FP8 gate"):
+        times = [found[f"layer {neurons}"]["ms"] for neurons in (5632, 11264)]
+        values = [each["dense"] / each[name] for each in times if name != "dense"]
+        yield Cells([*values, found["layer 5632"]["errors"][name]])
 
 
 def float8_quality():
@@ -456,8 +461,9 @@ COMPARED = {
     "RESULTS.md#wider-layers-a-first-screen-at-30m": widths,
     "RESULTS.md#wider-layers-learning-rates-and-muon": muon,
     "RESULTS.md#wider-layers-300m-tokens": wide_300m,
-    "RESULTS.md#fp8-forward-passes-accuracy-and-loss": float8,
-    "RESULTS.md#fp8-forward-passes-accuracy-and-loss 2": float8_quality,
+    "RESULTS.md#fp8-forward-passes-accuracy-and-loss": float8_models,
+    "RESULTS.md#fp8-forward-passes-accuracy-and-loss 2": float8_layers,
+    "RESULTS.md#fp8-forward-passes-accuracy-and-loss 3": float8_quality,
     "RESULTS.md#training-step-qwen3-8b-and-llama-3-8b-shapes":
         partial(training_steps, "training_step_qwen3_8b.json", "training_step_llama3_8b.json"),
     "RESULTS.md#dense-training-throughput-and-mfu": dense_training,

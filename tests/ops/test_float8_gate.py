@@ -43,7 +43,9 @@ def test_a_layer_computes_what_fires_in_float8_and_follows_its_weight(gated, mon
     for _ in range(2):
         y, _, fired, counts = choice.run(x, w_gate, w_up, w_down)
         g = float8_gate.gate(float8_gate.quantize_rows(x), float8_gate.quantize_rows(ws[0]))
-        assert torch.equal(y, (g * (x @ w_up.T) if gated else g) @ w_down.T)
+        right = (g * (x @ w_up.T) if gated else g) @ w_down.T
+        # Products of bfloat16 on a CPU may sum in another order for the stand-in's layout of the same weight.
+        assert (y - right).float().norm() < 2**-7 * right.float().norm()
         assert torch.equal(fired, (g != 0).any(0))
         assert counts.tolist() == [g.count_nonzero(), 0, 0, reference.union(g != 0)]
         ws[0].neg_()
