@@ -175,6 +175,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, help="run folders, or files that --json wrote")
     parser.add_argument("--shared-gpus", action="store_true", help="leave out time and tokens per second")
+    parser.add_argument("--without", nargs="+", default=(), metavar="NAME", help="runs of the files to leave out")
     parser.add_argument("--output", type=Path, required=True, help="the PNG to write")
     parser.add_argument("--json", type=Path, metavar="OUT", help="a line of JSON for each run")
     args = parser.parse_args()
@@ -184,6 +185,7 @@ def main() -> None:
     runs = {name: read(folder / METRICS) for name, folder in folders.items()}
     for saved_runs in filter(Path.is_file, args.runs):
         runs |= {line["name"]: line["rows"] for line in map(json.loads, saved_runs.read_text().splitlines())}
+    runs = {name: rows for name, rows in runs.items() if name not in args.without}
     if empty := [name for name, rows in runs.items() if not rows]:
         parser.error(f"no {METRICS} with rows in: {', '.join(empty)}")
 
