@@ -408,6 +408,70 @@ def training_steps(*names, peaks=False):
         yield Cells([fmean(fast["nonzeros"]), *speeds, *gib, fast["peak_ratio"], fast["mj_ratio"]])
 
 
+def largest_micro_batches():
+    """A row per model and path: PyTorch, the kernels with dense layers (where measured), and with sparse ones."""
+    for size in ("0p5b", "1b", "1p5b", "2b"):
+        base, sparse = file(f"training_80gb_{size}.json")["runs"]
+        dense = FOLDER / f"training_80gb_{size}_dense.json"
+        runs = [base, *(json.loads(dense.read_text())["runs"] if dense.exists() else []), sparse]
+        for run in runs:
+            speedup = [run["tokens_per_s"] / base["tokens_per_s"]] * (run is not base)
+            yield Cells([*run["micro_batches"], run["tokens_per_s"], run["peak_bytes"] / GIB, *speedup])
+
+
+def sharded():
+    runs = file("sharded.json")["runs"]
+    for run in runs:
+        yield Cells([
+            run["micro_batches"][1], run["tokens_per_s"], run["tokens_per_s"] / runs[0]["tokens_per_s"],
+            100 * run["mfu"], run["peak_bytes"] / GIB, run["states_bytes"] / GIB, run["states_ratio"],
+            run["mj_per_token"],
+        ])  # fmt: skip
+
+
+def seven_billion():
+    for run in file("training_7b.json")["runs"]:
+        yield Cells([
+            run["micro_batches"][1], run["tokens_per_s"], run["ratio"], 100 * run["mfu"], run["peak_bytes"] / GIB,
+            run["mj_per_token"],
+        ])  # fmt: skip
+
+
+def generated(*names):
+    """{mode: {(context, sequences): (dense, accelerated)}} of files of bench_generate."""
+    found = {}
+    for name in names:
+        for row in file(name)["results"]:
+            cases = found.setdefault(row["mode"], {})
+            cases.setdefault((row["context"], row["batch"]), []).append(row)
+    return {mode: dict(sorted(cases.items())) for mode, cases in found.items()}
+
+
+def text_generation():
+    """A column per prompt length and number of sequences."""
+    cases = list(generated("generate_128.json", "generate_1984.json")["ours"].values())
+    for key in ("first_ms", "each_ms"):
+        for side in (0, 1):
+            yield Cells([case[side][key] for case in cases])
+    yield Cells([dense["each_ms"] / fast["each_ms"] for dense, fast in cases])
+    yield Cells([fast["tokens_per_s"] / dense["tokens_per_s"] for dense, fast in cases])
+    yield Cells([fast["mj_per_token"] / dense["mj_per_token"] for dense, fast in cases])
+    yield Cells([100 * fast["of_peak"] for _, fast in cases])
+
+
+def transformers_generate():
+    found = generated("generate_transformers.json")
+    for mode in ("static", "eager"):
+        speeds = [(dense["tokens_per_s"], fast["tokens_per_s"]) for dense, fast in found[mode].values()]
+        yield Cells([value for dense, fast in speeds for value in (dense, fast, fast / dense)])
+
+
+def evaluation():
+    ours, two = (file(name)["seconds"]["sparsellm"] for name in ("evaluate_command.json", "evaluate_command_2.json"))
+    yield Cells(file("evaluate_command_lm_eval.json")["seconds"]["lm_eval"])
+    yield Cells([*ours, *two])
+
+
 def dense_training():
     for run in file("dense_training.json")["runs"]:
         _, micro_batch = run["micro_batches"]
@@ -480,6 +544,12 @@ COMPARED = {
     "RESULTS.md#training-step-qwen3-8b-and-llama-3-8b-shapes":
         partial(training_steps, "training_step_qwen3_8b.json", "training_step_llama3_8b.json"),
     "RESULTS.md#dense-training-throughput-and-mfu": dense_training,
+    "RESULTS.md#training-in-80-gb-the-largest-micro-batch": largest_micro_batches,
+    "RESULTS.md#sharded-training-fsdp2": sharded,
+    "RESULTS.md#sharded-training-fsdp2 2": seven_billion,
+    "RESULTS.md#text-generation-tokens-per-second": text_generation,
+    "RESULTS.md#generate-of-transformers": transformers_generate,
+    "RESULTS.md#evaluation-speed-compared-with-lm-eval": evaluation,
     "RESULTS.md#one-layer-forward-pass":
         partial(one_layer, "layer_forward.json", ("nonzeros", "dense ms", "gate_pack", "row", "tile", "dense")),
     "RESULTS.md#one-layer-forward-and-backward":
