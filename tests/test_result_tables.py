@@ -13,6 +13,7 @@ from PIL import Image
 
 from scripts.benchmarks.bench_calibration import LAYERS, slower
 from scripts.benchmarks.patterns import BASES
+from scripts.benchmarks.shaped_models import DEFAULT_MEAN
 from scripts.compare_runs import checksum, seconds, seconds_to
 from sparsellm.policy.report import NEAR
 
@@ -22,6 +23,7 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "docs/RESULTS.md", ROOT / "docs/INFERENC
 WITH, WITHOUT = "tables-with-a-file", "tables-without-a-file"
 REPEATED, UNMEASURED = "tables-that-repeat-results", "tables-without-measurements-of-ours"
 GIB, NEURONS = 2**30, 5_632
+TRAINING_STEPS = ("0p5b", "1b", "1p5b", "2b", "1p5b_recorded")
 PROVENANCE = {"machine", "date", "commit", "versions"}  # and the command or commands
 TRANSCRIBED = "transcribed from LOG"  # "source" of a file that no benchmark wrote
 PATTERNS = {  # of bench_ffn: how the tables call them
@@ -35,16 +37,9 @@ FEW_TOKENS = ("sparse", "layer1", "layer4", "layer7")  # the patterns in tables 
 # Tables whose numbers are in no file yet. Remove a table here once a benchmark has written its file. Never add one: a
 # new table comes with its file.
 WITHOUT_A_FILE = {
-    "RESULTS.md#training-step-speed-and-memory 2",
-    "RESULTS.md#training-in-80-gb-the-largest-micro-batch",
-    "RESULTS.md#sharded-training-fsdp2",
+    "RESULTS.md#training-in-80-gb-the-largest-micro-batch 2",
     "RESULTS.md#sharded-training-fsdp2 2",
-    "RESULTS.md#sharded-training-fsdp2 3",
-    "RESULTS.md#forward-pass-of-whole-models 2",
-    "RESULTS.md#text-generation-tokens-per-second",
-    "RESULTS.md#text-generation-tokens-per-second 2",
     "RESULTS.md#generate-of-transformers",
-    "RESULTS.md#generate-of-transformers 2",
     "RESULTS.md#evaluation-speed-compared-with-lm-eval",
 }
 # Files from before benchmarks recorded their command, machine, date, commit and versions. Never add one.
@@ -254,11 +249,19 @@ def trainers():
 
 
 def forward_pass():
-    for folder in ("benchmark_or_script", "forward_1p5b"):
+    for folder in ("benchmark_or_script", "forward_1p5b", "forward_1b"):
         (checkpoint,) = file(f"{folder}/benchmark.json")["checkpoints"]
         base, ours = (checkpoint["sides"][side]["forward"] for side in ("PyTorch", "kernels"))
-        speeds = [base["tokens_per_s"] / 1e3, ours["tokens_per_s"] / 1e3, ours["tokens_per_s"] / base["tokens_per_s"]]
-        yield Cells([fmean(checkpoint["nonzeros"]), *speeds, ours["mj_per_token"] / base["mj_per_token"]])
+        yield Cells([fmean(checkpoint["nonzeros"]), *forward_speeds(base, ours, energy=folder != "forward_1b")])
+    for model in ("1b", "2b"):
+        found = file("float8_1b_2b.json")[f"model {model}"]
+        yield Cells([DEFAULT_MEAN, *forward_speeds(found["dense"], found["sparse"])])
+
+
+def forward_speeds(base, ours, energy=True):
+    """Tokens per ms of both, their ratio, and that of their energy."""
+    speeds = [base["tokens_per_s"] / 1e3, ours["tokens_per_s"] / 1e3, ours["tokens_per_s"] / base["tokens_per_s"]]
+    return [*speeds, *[ours["mj_per_token"] / base["mj_per_token"]] * energy]
 
 
 def benchmark_and_script():
@@ -409,14 +412,9 @@ def training_steps(*names, peaks=False):
 
 
 def largest_micro_batches():
-    """A row per model and path: PyTorch, the kernels with dense layers (where measured), and with sparse ones."""
-    for size in ("0p5b", "1b", "1p5b", "2b"):
-        base, sparse = file(f"training_80gb_{size}.json")["runs"]
-        dense = FOLDER / f"training_80gb_{size}_dense.json"
-        runs = [base, *(json.loads(dense.read_text())["runs"] if dense.exists() else []), sparse]
-        for run in runs:
-            speedup = [run["tokens_per_s"] / base["tokens_per_s"]] * (run is not base)
-            yield Cells([*run["micro_batches"], run["tokens_per_s"], run["peak_bytes"] / GIB, *speedup])
+    for run in file("training_80gb_1p5b.json")["runs"]:
+        speed = [run["tokens_per_s"], *[run["ratio"]] * (run["ratio"] != 1)]
+        yield Cells([*run["micro_batches"], *speed, run["peak_bytes"] / GIB, run["mj_per_token"]])
 
 
 def sharded():
@@ -429,27 +427,11 @@ def sharded():
         ])  # fmt: skip
 
 
-def seven_billion():
-    for run in file("training_7b.json")["runs"]:
-        yield Cells([
-            run["micro_batches"][1], run["tokens_per_s"], run["ratio"], 100 * run["mfu"], run["peak_bytes"] / GIB,
-            run["mj_per_token"],
-        ])  # fmt: skip
-
-
-def generated(*names):
-    """{mode: {(context, sequences): (dense, accelerated)}} of files of bench_generate."""
-    found = {}
-    for name in names:
-        for row in file(name)["results"]:
-            cases = found.setdefault(row["mode"], {})
-            cases.setdefault((row["context"], row["batch"]), []).append(row)
-    return {mode: dict(sorted(cases.items())) for mode, cases in found.items()}
-
-
 def text_generation():
     """A column per prompt length and number of sequences."""
-    cases = list(generated("generate_128.json", "generate_1984.json")["ours"].values())
+    rows = file("generate_128.json")["results"] + file("generate_1984.json")["results"]
+    assert {row["mode"] for row in rows} == {"ours"}
+    cases = list(zip(rows[::2], rows[1::2], strict=True))  # dense, accelerated
     for key in ("first_ms", "each_ms"):
         for side in (0, 1):
             yield Cells([case[side][key] for case in cases])
@@ -457,19 +439,6 @@ def text_generation():
     yield Cells([fast["tokens_per_s"] / dense["tokens_per_s"] for dense, fast in cases])
     yield Cells([fast["mj_per_token"] / dense["mj_per_token"] for dense, fast in cases])
     yield Cells([100 * fast["of_peak"] for _, fast in cases])
-
-
-def transformers_generate():
-    found = generated("generate_transformers.json")
-    for mode in ("static", "eager"):
-        speeds = [(dense["tokens_per_s"], fast["tokens_per_s"]) for dense, fast in found[mode].values()]
-        yield Cells([value for dense, fast in speeds for value in (dense, fast, fast / dense)])
-
-
-def evaluation():
-    ours, two = (file(name)["seconds"]["sparsellm"] for name in ("evaluate_command.json", "evaluate_command_2.json"))
-    yield Cells(file("evaluate_command_lm_eval.json")["seconds"]["lm_eval"])
-    yield Cells([*ours, *two])
 
 
 def dense_training():
@@ -527,7 +496,7 @@ COMPARED = {
     "RESULTS.md#l1-compared-with-relu-and-silu-300m-tokens 2": benchmarks_of_l1_relu_silu,
     "RESULTS.md#our-coefficient-and-the-papers": coefficients,
     "RESULTS.md#training-step-speed-and-memory":
-        partial(training_steps, *(f"training_step_{size}.json" for size in ("0p5b", "1b", "1p5b", "2b")), peaks=True),
+        partial(training_steps, *(f"training_step_{name}.json" for name in TRAINING_STEPS), peaks=True),
     "RESULTS.md#the-trainer-of-transformers": trainers,
     "RESULTS.md#forward-pass-of-whole-models": forward_pass,
     "RESULTS.md#benchmark-compared-with-the-scripts": benchmark_and_script,
@@ -546,10 +515,7 @@ COMPARED = {
     "RESULTS.md#dense-training-throughput-and-mfu": dense_training,
     "RESULTS.md#training-in-80-gb-the-largest-micro-batch": largest_micro_batches,
     "RESULTS.md#sharded-training-fsdp2": sharded,
-    "RESULTS.md#sharded-training-fsdp2 2": seven_billion,
     "RESULTS.md#text-generation-tokens-per-second": text_generation,
-    "RESULTS.md#generate-of-transformers": transformers_generate,
-    "RESULTS.md#evaluation-speed-compared-with-lm-eval": evaluation,
     "RESULTS.md#one-layer-forward-pass":
         partial(one_layer, "layer_forward.json", ("nonzeros", "dense ms", "gate_pack", "row", "tile", "dense")),
     "RESULTS.md#one-layer-forward-and-backward":
