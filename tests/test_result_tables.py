@@ -333,7 +333,8 @@ def muon():
     for name in (
         "silu_1408", "silu_1408_lr1e-3", "silu_1408_lr4e-3", "silu_5632", "silu_5632_lr1e-3",
         "l1_1408_2e-5", "l1_1408_4e-5", "l1_1408_8e-5", "l1_2816_8e-5", "l1_5632_4e-5", "l1_5632_6e-5",
-        "l1_5632_6e-5_redrawn", "l1_5632_6e-5_blended", "l1_5632_6e-5_warm_up", "l1_5632_6e-5_lr1e-3", "l1_5632_6e-5_lr4e-3",
+        "l1_5632_6e-5_redrawn", "l1_5632_6e-5_blended", "l1_5632_6e-5_warm_up", "l1_5632_6e-5_lr1e-3",
+        "l1_5632_6e-5_lr4e-3",
         "silu_1408_muon", "silu_1408_muon_lr1e-3", "silu_1408_muon_lr4e-3", "l1_1408_8e-5_muon4",
         "l1_5632_6e-5_muon4", "l1_5632_1.2e-4_muon4", "l1_5632_1.2e-4_muon4_t", "l1_5632_1.2e-4_muon2",
         "l1_5632_2.4e-4_muon4", "silu_1408_muon4_again", "silu_1408_muon8", "l1_5632_6e-5_muon8",
