@@ -50,7 +50,7 @@ Packed lay_out_packed(Arena& arena, int64_t m, int64_t n, const Result& result) 
 // What the tile engine's forward pass saves for its backward pass: the layout of the saved buffer. A forward pass that
 // saves nothing puts the same plan into its workspace, without `ups`.
 struct Kept {
-  TilePlan plan;  // without `rows`, which backward does not read
+  TilePlan plan;  // without `rows` and `fullness`, which backward does not read
   void* ups;      // bf16 [capacity]: u for each word of the lists; null if nothing is saved or the layer is non-gated
 
   Kept(Arena& arena, const TileShape& s, bool saving) : plan(), ups(nullptr) {
@@ -64,26 +64,35 @@ struct Kept {
     plan.slots = arena.take<uint16_t>(tiles * column_tiles * kColumnTile);
     plan.starts = arena.take<uint32_t>(tiles * 2 * (column_tiles * 4 + 1));
     plan.tokens = s.ordered ? arena.take<int32_t>(s.m) : nullptr;
+    plan.rest_tokens = arena.take<int32_t>(s.m);
     plan.lists = arena.take<uint32_t>(s.capacity);
     if (saving && s.gated) ups = arena.take<uint16_t>(s.capacity);
   }
 };
 
+// Whether some batch has more nonzeros than the lists hold.
+bool can_overflow(const TileShape& s) { return std::min(s.capacity, s.long_capacity) < s.m * s.n; }
+
 // Buffers that only the tile engine's forward pass needs.
 struct TileWorkspace {
   Packed packed;
-  uint32_t* rows;
+  int64_t rows_bytes;
+  void* rows;  // TilePlan::rows, and later the plane of rest_forward
+  uint32_t* fullness;
   float* l1_partials;
   uint32_t* hidden;   // h, indexed like g in the lists; null if backward does not need g, because then h replaces g in
                       // the lists
-  void* temporaries;  // workspace of token_order, and later of row_rest
+  void* order;  // workspace of token_order
 
   TileWorkspace(Arena& arena, const TileShape& s, const Result& result, bool saving) {
     packed = lay_out_packed(arena, s.m, s.n, result);
-    rows = arena.take<uint32_t>(s.m * kRowCapacity + s.long_capacity + 3);  // + 3: kernels read four words at a time
+    const int64_t words = s.m * kRowCapacity + s.long_capacity + 3;  // + 3: kernels read four words at a time
+    rows_bytes = std::max<int64_t>(words * sizeof(uint32_t), can_overflow(s) ? rest_forward_workspace(s.m, s.n) : 0);
+    rows = arena.take_bytes(rows_bytes);
+    fullness = arena.take<uint32_t>(2 * tiles_of(s.m));
     l1_partials = arena.take<float>(tiles_of(s.m) * column_tiles_of(s.n) * kUpPartials);
     hidden = saving && s.gated ? arena.take<uint32_t>(s.capacity) : nullptr;
-    temporaries = arena.take_bytes(std::max(s.ordered ? order_workspace(s.m, s.n) : 0, row_rest_workspace(s.m, s.k)));
+    order = arena.take_bytes(s.ordered ? order_workspace(s.m, s.n) : 0);
   }
 };
 
@@ -94,8 +103,7 @@ struct BackwardWorkspace {
   int64_t zeroed;                           // bytes at the start that must be zero before the pass
   uint32_t *dz, *du, *dz_by_neuron, *du_by_neuron, *h_by_neuron;
   float* partials;
-  void *operand, *second_operand;
-  void* planes;     // workspace of rest_backward
+  void *operand, *second_operand;  // one after the other; later the planes of rest_backward
   void* dw_down_t;  // [N, K]: dW_d by neuron; the last stage transposes it to dw_down
 
   BackwardWorkspace(Arena& arena, const TileShape& s, bool float_weights)
@@ -128,7 +136,6 @@ struct BackwardWorkspace {
     const int64_t places = neuron_tiles * tiles * kTokenTile * kTokenTile;  // number of values of an operand
     operand = arena.take<uint16_t>(places);
     if (s.gated) second_operand = arena.take<uint16_t>(places);
-    planes = arena.take_bytes(rest_backward_workspace(s.m, s.n));
     dw_down_t = arena.take_bytes(s.n * s.k * (float_weights ? 4 : 2));
   }
 };
@@ -298,7 +305,8 @@ cudaError_t tile_forward(const Layer& a, const TileShape& s, void* workspace, vo
   const TileWorkspace w(own, s, result, saving);
   Kept kept(saving ? theirs : own, s, saving);
   TilePlan& plan = kept.plan;
-  plan.rows = w.rows;
+  plan.rows = static_cast<uint32_t*>(w.rows);
+  plan.fullness = w.fullness;
   if (saving) {
     SPARSELLM_TRY(cudaMemsetAsync(plan.totals, 0, kTotals * sizeof(int32_t), stream));
   } else {
@@ -311,7 +319,7 @@ cudaError_t tile_forward(const Layer& a, const TileShape& s, void* workspace, vo
   }
   SPARSELLM_TRY(pack_rows(w.packed, a.m, a.n, plan, stream));
   if (s.ordered) {
-    SPARSELLM_TRY(token_order(plan.rows, w.packed.row_counts, a.m, a.n, w.temporaries,
+    SPARSELLM_TRY(token_order(plan.rows, w.packed.row_counts, a.m, a.n, w.order,
                               const_cast<int32_t*>(plan.tokens), stream));
   }
   SPARSELLM_TRY(tile_plan(w.packed, a.m, a.n, plan, stream));
@@ -320,9 +328,23 @@ cudaError_t tile_forward(const Layer& a, const TileShape& s, void* workspace, vo
                         kept.ups, w.l1_partials, result.l1, stream));
   const Spmm product = product_over(plan, a, {hidden, nullptr}, {a.w_down_t, nullptr}, result.y);
   SPARSELLM_TRY(tile_spmm(product, stream));
-  if (std::min(s.capacity, s.long_capacity) >= a.m * a.n) return cudaSuccess;  // the lists can hold any batch
-  return row_rest(a.x, a.multiplier(), a.w_down_t, a.m, a.k, a.n, w.packed, plan.totals, w.temporaries,
-                  tickets_of(result.counts), result.l1, result.y, stream);
+  if (!can_overflow(s)) return cudaSuccess;
+  RestForward rest = {};
+  rest.totals = plan.totals;
+  rest.tokens = plan.rest_tokens;
+  rest.packed = w.packed;
+  rest.x = a.x;
+  rest.w_up = a.multiplier();
+  rest.w_down_t = a.w_down_t;
+  rest.y = result.y;
+  rest.l1_partials = w.l1_partials;
+  rest.l1 = result.l1;
+  rest.plane = w.rows;
+  rest.tickets = tickets_of(result.counts);
+  rest.m = static_cast<int>(a.m);
+  rest.k = static_cast<int>(a.k);
+  rest.n = static_cast<int>(a.n);
+  return rest_forward(rest, w.rows_bytes, stream);
 }
 
 int64_t tile_backward_workspace_bytes(const TileShape& shape, bool float_weights) {
@@ -357,7 +379,8 @@ cudaError_t tile_backward(const Layer& a, const TileShape& s, const void* dy, co
   SPARSELLM_TRY(weights(w.dz_by_neuron, w.du_by_neuron, a.x, dw_first, dw_second));
   SPARSELLM_TRY(weights(w.h_by_neuron, nullptr, dy, w.dw_down_t, nullptr));
   RestBackward rest = {};
-  rest.rest = plan.totals + kRest;
+  rest.totals = plan.totals;
+  rest.tokens = plan.rest_tokens;
   rest.x = a.x;
   rest.dy = dy;
   rest.w_gate = a.thresholded();
@@ -369,7 +392,7 @@ cudaError_t tile_backward(const Layer& a, const TileShape& s, const void* dy, co
   rest.dw_up = dw_second;
   rest.dw_down_t = w.dw_down_t;
   rest.float_gradients = d.float_weights;
-  rest.planes = w.planes;
+  rest.planes = w.operand;
   rest.tickets = w.rest_tickets;
   rest.m = static_cast<int>(a.m);
   rest.k = static_cast<int>(a.k);
@@ -400,6 +423,7 @@ Field tile_saved_field(const TileShape& s, const char* name) {
       {"order", p.order, tiles * 4, 4},
       {"items", p.items, tiles * column_tiles * 4, 4},
       {"totals", p.totals, kTotals, 4},
+      {"rest_tokens", p.rest_tokens, s.m, 4},
       {"ups", kept.ups, s.gated ? s.capacity : 0, 2},
   };
   for (const auto& field : fields) {

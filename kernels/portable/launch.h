@@ -34,10 +34,19 @@ constexpr int kRowCapacity = 512;  // words per token in TilePlan::rows; a token
 // Counters of a pass, int64 [kCounters]:
 //   kNonzeros      nonzeros of the gate
 //   kWideSegments  segments of the packed gate whose nonzeros did not fit in their words
-//   kRestCalls     1 if the nonzeros exceeded the lists' capacity, so that the overflow path computed the call
+//   kRestCalls     1 if the nonzeros exceeded the lists' capacity, so that the overflow path computed some token tiles
 //   kUnion         neurons that fire in each token tile, summed over the tiles
+//   kRestTiles     token tiles that the overflow path computed
 //   kDrawn         units of work that the current kernel has handed out; other kernels do not read it
-enum Counter { kNonzeros = 0, kWideSegments = 1, kRestCalls = 2, kUnion = 3, kDrawn = 4, kCounters = 6 };
+enum Counter {
+  kNonzeros = 0,
+  kWideSegments = 1,
+  kRestCalls = 2,
+  kUnion = 3,
+  kRestTiles = 4,
+  kDrawn = 5,
+  kCounters = 6
+};
 
 // The packed gate of M tokens, TwELL: kernels/README.md has the format and an example.
 struct Packed {
@@ -51,9 +60,9 @@ struct Packed {
   int64_t* counters;    // [kCounters]; gate_pack counts the set bits of `mask` in kUnion
 };
 
-// Totals of a tile plan, int32 [8]: the counters of the forward pass's kernels. All totals are zero before the pass.
-// After the pass, kItems is the number of items, kRest is 1 if the lists overflowed, and all other totals are zero
-// again.
+// Totals of a tile plan, int32 [10]: the counters of the forward pass's kernels. All totals are zero before the pass.
+// After the pass, kItems is the number of items, kRest the number of tiles that left because the lists overflowed,
+// kRestTokens the number of their tokens, and all other totals are zero again.
 enum Total {
   kItems = 0,
   kRest = 1,
@@ -62,7 +71,10 @@ enum Total {
   kPlanTickets = 4,
   kUpTickets = 5,
   kNextItem = 6,
-  kTotals = 8
+  kRestTokens = 7,
+  kTilesToCount = 8,
+  kTilesCounted = 9,
+  kTotals = 10
 };
 
 // The work list of the tile engine. tile/plan.cuh defines slots, blocks, items and places, and the fields of each int4.
@@ -76,12 +88,15 @@ struct TilePlan {
                           // half ends
   uint32_t* lists;        // [capacity] the nonzeros, bf16 << 16 | place. The values are g; tile_up may overwrite them
                           // with h
-  int64_t capacity;       // length of `lists`. If a batch has more nonzeros, or too many in long rows, all tiles are
-                          // empty, and row_rest computes the whole batch
+  int64_t capacity;       // length of `lists`. If a batch has more nonzeros, the fullest tiles leave, and if it has too
+                          // many in long rows, all tiles with long rows leave: such tiles have no slots
   int4* tiles;            // [MT] (number of slots, number of blocks, end of the first half, begin of the second half)
   int4* order;            // [MT] the tiles that have blocks, fullest first, then those that have none
   int4* items;            // [MT * NT] the work items of tile_up, those of the fullest tiles first
-  int32_t* totals;        // [8] Total
+  int32_t* totals;        // [10] Total
+  int32_t* rest_tokens;   // [M] the tokens of the tiles that left, tile by tile, ascending; the overflow path computes
+                          // them
+  uint32_t* fullness;     // [2, MT] scratch of tile_plan if the lists overflow
 };
 
 // Writes each token's nonzeros contiguously to plan.rows: the words of the packed gate, columns ascending.
@@ -114,7 +129,7 @@ cudaError_t pack_product(const Packed& out, int64_t m, int64_t n, int64_t zeroed
 // Fills the plan from the packed gate, rows and tokens: each token tile's neurons and nonzeros, and the work items.
 // Sets counters[kUnion] to the number of neurons in each tile of the plan, summed over the tiles. If tokens are
 // ordered, these tiles differ from the tiles for which gate_pack counted. If the lists overflow, tile_plan adds 1 to
-// counters[kRestCalls] and leaves counters[kUnion] as it is.
+// counters[kRestCalls], sets counters[kRestTiles], and leaves counters[kUnion] as it is.
 cudaError_t tile_plan(const Packed& packed, int64_t m, int64_t n, const TilePlan& plan, cudaStream_t stream);
 
 // Computes u = x w_up^T and h = g u at the nonzeros of the plan's lists, which hold g. Writes h to `hidden`, in words
@@ -223,27 +238,36 @@ int64_t row_workspace(int64_t m, int64_t k, int64_t n);
 cudaError_t row_ffn(const void* x, const void* w_up, const void* w_down_t, int64_t m, int64_t k, int64_t n,
                     const Packed& packed, void* workspace, int32_t* tickets, float* l1, void* y, cudaStream_t stream);
 
-// The overflow path: computes the whole call as row_ffn does if totals[kRest] of the tile plan says that the lists
-// overflowed; otherwise does nothing. workspace: row_rest_workspace(m, k) bytes.
-int64_t row_rest_workspace(int64_t m, int64_t k);
-cudaError_t row_rest(const void* x, const void* w_up, const void* w_down_t, int64_t m, int64_t k, int64_t n,
-                     const Packed& packed, const int32_t* totals, void* workspace, int32_t* tickets, float* l1, void* y,
-                     cudaStream_t stream);
+// The overflow path: y and l1 of the tokens of the tiles that left the tile engine, densely; does nothing if there are
+// none. Adds to l1 what tile_up has written for all other tokens.
+struct RestForward {
+  const int32_t *totals, *tokens;  // totals and rest_tokens of the tile plan
+  Packed packed;
+  const void *x, *w_up, *w_down_t;  // bf16 [M, K], [N, K], [N, K]; w_up is null if the layer is non-gated
+  void* y;                          // bf16 [M, K]
+  float *l1_partials, *l1;          // float32 [MT * ceil(N / 128)], 16-byte aligned; float32 [1]
+  void* plane;                      // at least rest_forward_workspace(m, n) bytes
+  int32_t* tickets;                 // [2] tiles drawn, tiles done; zero before and after
+  int m, k, n;
+  int group_tiles = 0;  // tiles of tokens whose h fits in `plane`; set by rest_forward
+};
+int64_t rest_forward_workspace(int64_t m, int64_t n);
+cudaError_t rest_forward(RestForward p, int64_t plane_bytes, cudaStream_t stream);
 
-// The overflow path of backward: computes all gradients of a call, densely, if `rest` points to a nonzero value;
-// otherwise does nothing. Non-gated: w_gate is W_u, and w_up and dw_up are null.
+// The overflow path of backward: the gradients of the same tokens, densely; does nothing if there are none. Writes
+// their dx, and adds to the weights' gradients, which must hold those of all other tokens. Non-gated: w_gate is W_u,
+// dw_gate is dW_u, and w_up and dw_up are null.
 struct RestBackward {
-  const int32_t* rest;                     // totals[kRest] of the tile plan
+  const int32_t *totals, *tokens;          // totals and rest_tokens of the tile plan
   const void *x, *dy;                      // bf16 [M, K]
   const void *w_gate, *w_up, *w_down_t;    // bf16 [N, K]
   const float* dl1;                        // [1]
   void *dx, *dw_gate, *dw_up, *dw_down_t;  // bf16, shaped like x and the weights
   bool float_gradients;                    // if true, the weights' gradients are float32
-  void* planes;                            // rest_backward_workspace(m, n) bytes
+  void* planes;                            // bf16, two planes (non-gated: one) of M, rounded up to whole tiles, times N
   int32_t* tickets;                        // [2] tiles drawn, tiles done; zero before and after
   int m, k, n;
 };
-int64_t rest_backward_workspace(int64_t m, int64_t n);
 cudaError_t rest_backward(const RestBackward& p, cudaStream_t stream);
 
 // The dense engine's first products, and the statistics: h = relu(x w_gate^T) * (x w_up^T), or h = relu(x w_gate^T) if

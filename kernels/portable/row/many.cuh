@@ -26,7 +26,6 @@ constexpr int kEqualChunks = 16;  // rows are cut into this many chunks, until a
 enum Ticket { kUnits = 0, kSlots = 1, kNext = 2, kDone = 3 };
 
 struct ManyArguments : RowArguments {  // tickets: [4], see Ticket
-  const int32_t* only_if;              // null, or a pointer to a word; if the word is zero, the kernel ends at once
   int smallest_chunk;
   int heavy_above;  // rows with more nonzeros than this are planned
   int range;        // neighbouring units that a CTA takes at a time
@@ -287,7 +286,6 @@ struct ManyWarp {
 template <int kVectors, bool kFull, bool kGated>
 __global__ void __launch_bounds__(32 * kManyWarps, 1) row_many_kernel(const ManyArguments a) {
   ptx::griddepcontrol_wait();
-  if (a.only_if != nullptr && *a.only_if == 0) return;
   __shared__ uint32_t lists[kManyWarps][kListed];
   __shared__ float hiddens[kManyWarps][kListed];
   __shared__ float scratch[kManyWarps];

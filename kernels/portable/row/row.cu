@@ -1,8 +1,6 @@
 // row_ffn, the row engine: for each token, y = sum of h_n w_down_t[n] over the token's nonzeros n, with h_n = g_n (x .
 // w_up[n]). It reads the packed gate, and h is never in global memory. For fewer than 1,536 tokens, one kernel computes
 // everything (row/cluster.cuh); for more tokens, a small planning kernel and one more kernel do (row/many.cuh).
-// row_rest is the overflow path of the tile engine: it is the kernel for many tokens, which the tile engine launches
-// last, and which ends at once if the lists did not overflow.
 //
 // Numerics: u is accumulated in float32 and rounded to bf16 once; h = g u is rounded to bf16 once (non-gated: h = g); y
 // is accumulated in float32 and rounded to bf16 once. A row's nonzeros, columns ascending, are cut into chunks. The
@@ -40,10 +38,8 @@ int many_warps(int64_t k) {
 struct Layout {
   int64_t partials = 0, l1 = 0, units = 0, arrivals = 0, slots = 0, totals = 0, bytes = 0, slot_capacity = 0;
 
-  // planned: true for row_ffn, with any number of tokens. False for row_rest, which runs the kernel for many tokens
-  // without planning any rows.
-  Layout(int64_t m, int64_t k, int64_t n, bool planned) {
-    if (planned && for_runs(m, k)) {
+  Layout(int64_t m, int64_t k, int64_t n) {
+    if (for_runs(m, k)) {
       const int64_t rows = for_clusters(m, k) ? m + max_clusters(4, kClusterWarps) : 2 * kMaxClusters;
       partials = take(rows * k * 4);
       return;
@@ -53,9 +49,8 @@ struct Layout {
     if (slot_capacity < kMinSlots) slot_capacity = kMinSlots;
     const int64_t chunks = ceil_div(n, kListed) > kEqualChunks ? ceil_div(n, kListed) : kEqualChunks;
     if (slot_capacity > m * chunks) slot_capacity = m * chunks;
-    if (!planned) slot_capacity = 0;
     l1 = take(m * 4);
-    units = take(planned ? (m + slot_capacity) * static_cast<int64_t>(sizeof(int4)) : 0);
+    units = take((m + slot_capacity) * static_cast<int64_t>(sizeof(int4)));
     arrivals = take(slot_capacity * 4);
     slots = take(slot_capacity * (k + 8) * 4);
     totals = take(kMaxGrid * many_warps(k) * k * 4);
@@ -127,7 +122,7 @@ struct Clusters {
 
 template <bool kDealt>
 cudaError_t run_clusters(const RowArguments& common, const Clusters& clusters, void* workspace, cudaStream_t stream) {
-  const Layout layout(common.m, common.k, common.n, true);
+  const Layout layout(common.m, common.k, common.n);
   ClusterArguments a = {common};
   a.partials = reinterpret_cast<float*>(static_cast<char*>(workspace) + layout.partials);
   if constexpr (!kDealt) {
@@ -141,22 +136,18 @@ cudaError_t run_clusters(const RowArguments& common, const Clusters& clusters, v
   return launch_cluster<8, kClusterWarps, 16, false, kDealt>(a, clusters.count, stream);
 }
 
-// Runs the kernel for many tokens. only_if is null for row_ffn. For row_rest, it points to a word; if the word is zero,
-// nothing is computed. For row_rest, no row is planned.
-cudaError_t run_many(const RowArguments& common, const int32_t* only_if, void* workspace, cudaStream_t stream) {
-  const bool planned = only_if == nullptr;
+cudaError_t run_many(const RowArguments& common, void* workspace, cudaStream_t stream) {
   const int64_t m = common.m, k = common.k;
-  const Layout layout(m, k, common.n, planned);
+  const Layout layout(m, k, common.n);
   char* base = static_cast<char*>(workspace);
   int grid = 0;
   cudaError_t error = grid_of(&grid);
   if (error != cudaSuccess) return error;
   ManyArguments a = {common};
-  a.only_if = only_if;
   // Few rows occupy the device only if they are cut into short chunks. If there are many rows, only the rows that would
   // still be running when all others are done need to be cut.
   a.smallest_chunk = m <= 512 ? 8 : m <= 1024 ? 16 : m <= 2048 ? 32 : kListed;
-  a.heavy_above = !planned ? 1 << 30 : m <= 8192 ? a.smallest_chunk : m <= 32768 ? 2 * kListed : 4 * kListed;
+  a.heavy_above = m <= 8192 ? a.smallest_chunk : m <= 32768 ? 2 * kListed : 4 * kListed;
   const int64_t range = m / (grid * kManyWarps);
   a.range = static_cast<int>(range < 1 ? 1 : range > 32 ? 32 : range);
   a.slot_capacity = static_cast<int>(layout.slot_capacity);
@@ -165,7 +156,7 @@ cudaError_t run_many(const RowArguments& common, const int32_t* only_if, void* w
   a.slots = reinterpret_cast<float*>(base + layout.slots);
   a.totals = reinterpret_cast<float*>(base + layout.totals);
   a.row_l1 = reinterpret_cast<float*>(base + layout.l1);
-  if (planned && (error = launch(row_plan_kernel, ceil_div(m, 256), 256, 0, 1, stream, a)) != cudaSuccess) return error;
+  if ((error = launch(row_plan_kernel, ceil_div(m, 256), 256, 0, 1, stream, a)) != cudaSuccess) return error;
   if (k % 2048 == 0) return launch_many<8, true>(a, grid, stream);
   if (k % 1024 == 0) return launch_many<4, true>(a, grid, stream);
   if (k > 512) return launch_many<4, false>(a, grid, stream);
@@ -174,8 +165,7 @@ cudaError_t run_many(const RowArguments& common, const int32_t* only_if, void* w
 
 }  // namespace
 
-int64_t row_workspace(int64_t m, int64_t k, int64_t n) { return Layout(m, k, n, true).bytes; }
-int64_t row_rest_workspace(int64_t m, int64_t k) { return Layout(m, k, 8, false).bytes; }
+int64_t row_workspace(int64_t m, int64_t k, int64_t n) { return Layout(m, k, n).bytes; }
 
 cudaError_t row_ffn(const void* x, const void* w_up, const void* w_down_t, int64_t m, int64_t k, int64_t n,
                     const Packed& packed, void* workspace, int32_t* tickets, float* l1, void* y, cudaStream_t stream) {
@@ -186,13 +176,7 @@ cudaError_t row_ffn(const void* x, const void* w_up, const void* w_down_t, int64
   const Clusters clusters(m, k, grid);
   if (for_clusters(m, k)) return run_clusters<true>(common, clusters, workspace, stream);
   if (for_runs(m, k)) return run_clusters<false>(common, clusters, workspace, stream);
-  return run_many(common, nullptr, workspace, stream);
-}
-
-cudaError_t row_rest(const void* x, const void* w_up, const void* w_down_t, int64_t m, int64_t k, int64_t n,
-                     const Packed& packed, const int32_t* totals, void* workspace, int32_t* tickets, float* l1, void* y,
-                     cudaStream_t stream) {
-  return run_many(arguments(x, w_up, w_down_t, m, k, n, packed, tickets, l1, y), totals + kRest, workspace, stream);
+  return run_many(common, workspace, stream);
 }
 
 }  // namespace sparsellm

@@ -2,8 +2,10 @@
 // The CTA that finishes last then writes the order of the tiles, fullest first, and the work items of tile_up.
 //
 // A tile's list is a contiguous part of `lists`, which the tile reserves once it knows how many nonzeros it has. If the
-// nonzeros of all tiles exceed the capacity of `lists`, no tile gets any blocks, and row_rest computes the whole call.
-// So the result does not depend on which tile reserves its part first.
+// nonzeros of all tiles exceed the capacity of `lists`, the fullest tiles leave, so that as many as possible stay (of
+// equally full tiles, the lowest-numbered ones): a tile that leaves gets no blocks, and the overflow path computes its
+// tokens. So which tiles leave does not depend on which of them reserves its part first. Where too many nonzeros are in
+// long rows, of which pack_rows has then stored any, every tile with a long row leaves.
 //
 // A CTA reads its tile's rows three times: to find which neurons fire; to count how many nonzeros each warp has in each
 // block; and to write the nonzeros to the lists. A warp reads its rows as one sequence of quads (16 aligned bytes of a
@@ -87,11 +89,98 @@ __device__ __forceinline__ uint32_t block_scan(uint32_t value, uint32_t* warp_su
   return before + sum - value;
 }
 
-// Whether the lists can hold all nonzeros. If they cannot, no tile gets any blocks, and row_rest computes the whole
-// call.
+__device__ __forceinline__ bool long_rows_fit(const TilePlan& plan) {
+  return static_cast<uint32_t>(plan.totals[kLongWords]) <= plan.long_capacity;
+}
+// Whether the lists can hold all nonzeros. If they cannot, some tiles leave.
 __device__ __forceinline__ bool nonzeros_fit(const Packed& packed, const TilePlan& plan) {
-  return packed.counters[kNonzeros] <= plan.capacity &&
-         static_cast<uint32_t>(plan.totals[kLongWords]) <= plan.long_capacity;
+  return packed.counters[kNonzeros] <= plan.capacity && long_rows_fit(plan);
+}
+
+constexpr uint32_t kNeverFits = ~0u;  // the fullness of a tile with a long row that may not have been stored
+
+// Whether this CTA's tile stays, in a call whose lists overflow. Called by all threads of all CTAs. Together, the CTAs
+// first count every tile's nonzeros: each warp draws one tile after another, and the warps that a CTA waits for have
+// drawn theirs, so they run. Then each CTA adds up the nonzeros of all tiles that are not fuller than its own.
+__device__ __forceinline__ bool tile_stays(const Packed& packed, int64_t m, const TilePlan& plan) {
+  __shared__ unsigned long long up_to_this;
+  const uint32_t lane = threadIdx.x % 32;
+  const int tiles = gridDim.x, tile = blockIdx.x;
+  if (threadIdx.x == 0) up_to_this = 0;
+#pragma unroll 1
+  for (;;) {
+    int other = 0;
+    if (lane == 0) other = atomicAdd(plan.totals + kTilesToCount, 1);
+    other = __shfl_sync(~0u, other, 0);
+    if (other >= tiles) break;
+    uint32_t count = 0;
+    bool is_long = false;
+#pragma unroll 1
+    for (int row = lane; row < kTokenTile; row += 32) {
+      const int64_t position = static_cast<int64_t>(other) * kTokenTile + row;
+      if (position >= m) break;
+      const uint32_t of_row = packed.row_counts[plan.tokens == nullptr ? position : plan.tokens[position]];
+      count += of_row;
+      is_long |= of_row > kRowCapacity;
+    }
+    __syncwarp();
+    count = __reduce_add_sync(~0u, count);
+    is_long = __any_sync(~0u, is_long) && !long_rows_fit(plan);
+    if (lane == 0) {
+      plan.fullness[other] = is_long ? kNeverFits : count;
+      ptx::add_release(plan.totals + kTilesCounted, 1);
+    }
+  }
+  if (threadIdx.x == 0) {
+    while (static_cast<int>(ptx::ld_acquire(reinterpret_cast<uint32_t*>(plan.totals + kTilesCounted))) < tiles) {
+      __nanosleep(100);
+    }
+    __threadfence();
+  }
+  __syncthreads();
+  const uint32_t own = __ldcg(plan.fullness + tile);
+  unsigned long long sum = 0;
+#pragma unroll 1
+  for (int other = threadIdx.x; other < tiles; other += blockDim.x) {
+    const uint32_t its = __ldcg(plan.fullness + other);
+    if (its < own || (its == own && other <= tile)) sum += its;
+  }
+  if (sum != 0) atomicAdd(&up_to_this, sum);
+  __syncthreads();
+  const bool stays = own != kNeverFits && up_to_this <= static_cast<unsigned long long>(plan.capacity);
+  if (threadIdx.x == 0) plan.fullness[tiles + tile] = !stays;
+  return stays;
+}
+
+// Lists the tokens of the tiles that left. Called by all threads of the CTA that finishes last.
+template <int kPlanThreads>
+__device__ __forceinline__ void list_rest(const Packed& packed, int64_t m, const TilePlan& plan, uint32_t* warp_sums) {
+  const int tiles = gridDim.x;
+  uint32_t left = 0;  // number of tiles that left; the lower half of `fullness` now lists them
+#pragma unroll 1
+  for (int from = 0; from < tiles; from += kPlanThreads) {
+    const int t = from + static_cast<int>(threadIdx.x);
+    const uint32_t leaves = t < tiles ? __ldcg(plan.fullness + tiles + t) : 0;
+    uint32_t all;
+    const uint32_t at = left + block_scan<kPlanThreads>(leaves, warp_sums, all);
+    if (leaves != 0) plan.fullness[at] = t;
+    left += all;
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (uint32_t i = threadIdx.x; i < left * kTokenTile; i += kPlanThreads) {
+    const int64_t position = static_cast<int64_t>(__ldcg(plan.fullness + i / kTokenTile)) * kTokenTile + i % kTokenTile;
+    if (position < m) plan.rest_tokens[i] = plan.tokens == nullptr ? position : plan.tokens[position];
+  }
+  if (threadIdx.x == 0) {
+    // Only the last of all tiles may have fewer tokens than others, and if it is listed, it is the last one there.
+    const bool with_last = __ldcg(plan.fullness + tiles + tiles - 1) != 0;
+    plan.totals[kRest] = left;
+    plan.totals[kRestTokens] = left * kTokenTile - (with_last ? static_cast<int64_t>(tiles) * kTokenTile - m : 0);
+    plan.totals[kTilesToCount] = plan.totals[kTilesCounted] = 0;
+    packed.counters[kRestCalls] += 1;
+    packed.counters[kRestTiles] += left;
+  }
 }
 
 // Writes the order of the tiles, fullest first, and their items. Called by all threads of one CTA. memory: 2 (blocks +
@@ -117,12 +206,9 @@ __device__ __forceinline__ void order_tiles(const Packed& packed, int64_t m, con
   if (threadIdx.x % 32 == 0) atomicAdd(&in_union, static_cast<unsigned long long>(neurons));
   __syncthreads();
   if (threadIdx.x == 0) {
-    const bool fits = nonzeros_fit(packed, plan);
-    plan.totals[kRest] = fits ? 0 : 1;
-    plan.totals[kListWords] = plan.totals[kLongWords] = 0;
     // If the nonzeros do not fit, the counter keeps what gate_pack counted for tiles of tokens in their original order.
-    if (fits) packed.counters[kUnion] = in_union;
-    if (!fits) packed.counters[kRestCalls] += 1;
+    if (nonzeros_fit(packed, plan)) packed.counters[kUnion] = in_union;
+    plan.totals[kListWords] = plan.totals[kLongWords] = 0;
   }
   uint32_t tiles_so_far = 0, items_so_far = 0;
 #pragma unroll 1
@@ -210,7 +296,7 @@ struct TilePlanner {
       if (count > kRowCapacity) start = plan.rows[start + kRowCapacity - 1];  // for a long row, this word is the index
                                                                               // of its first word
     }
-    if (!nonzeros_fit(packed, plan)) count = 0;
+    if (!nonzeros_fit(packed, plan) && !tile_stays(packed, m, plan)) count = 0;
     const uint32_t of_warp = __reduce_add_sync(~0u, count);
     if (lane == 0) atomicAdd(&shared.of_half[half], of_warp);
     // A long row may start anywhere in a quad: a row of 600 nonzeros that starts at word 7 has 3 words of another row
@@ -428,6 +514,7 @@ __global__ void __launch_bounds__(kPlanThreads, 2048 / kPlanThreads)
   __syncthreads();
   if (!takes_all) return;
   __threadfence();
+  if (!nonzeros_fit(packed, plan)) list_rest<kPlanThreads>(packed, m, plan, warp_sums);
   order_tiles<kPlanThreads>(packed, m, plan, tables.blocks, tables.counts, warp_sums);
 }
 
