@@ -113,7 +113,7 @@ Layer layer_of(const Call& call, const Tensor& x, const OptionalTensor& w_gate, 
   return {data(x), data(w_gate), data(w_up), data(w_down_t), x.numel() / k, k, w_up.size(0)};
 }
 
-// The statistics that an operator returns: l1 float32 [], fired bool [N], counts int64 [4]. If not
+// The statistics that an operator returns: l1 float32 [], fired bool [N], counts int64 [5]. If not
 // wanted, all three have shape [0].
 struct Statistics {
   Statistics(const Call& call, int64_t n, bool wanted = true)
@@ -124,7 +124,7 @@ struct Statistics {
     return {y, static_cast<float*>(l1.data_ptr()), static_cast<uint8_t*>(fired.data_ptr()),
             static_cast<int64_t*>(all_counts.data_ptr())};
   }
-  Tensor counts() const { return part_of(all_counts, 0, all_counts.numel() == 0 ? 0 : 4); }
+  Tensor counts() const { return part_of(all_counts, 0, all_counts.numel() == 0 ? 0 : sparsellm::kCounts); }
   const Tensor l1, fired, all_counts;
 };
 

@@ -54,12 +54,15 @@ struct Layer {
   const void* multiplier() const { return gated() ? w_up : nullptr; }  // the weight whose product multiplies g
 };
 
-// What a forward pass returns. The four entries of counts are:
+// What a forward pass returns. The kCounts entries of counts are:
 //   0  nonzeros of the gate
 //   1  segments of the packed gate whose nonzeros did not fit in their words
-//   2  1 if the call exceeded the capacity of the tile engine's lists and took the slower overflow path, else 0
+//   2  1 if the call exceeded the capacity of the tile engine's lists, so that the slower overflow path computed some of
+//      its token tiles, else 0
 //   3  neurons that fire in each token tile, summed over the tiles
-// `counts` must have counts_length() entries, because the kernels' own counters follow these four.
+//   4  token tiles that the overflow path computed
+// `counts` must have counts_length() entries, because the kernels' own counters follow these.
+constexpr int kCounts = 5;
 struct Result {
   void* y;         // bf16 [M, K]
   float* l1;       // float32 [1]: sum of |h|
@@ -95,7 +98,7 @@ cudaError_t row_forward(const Layer& layer, const Multiply& multiply, void* work
 struct TileShape {
   int64_t m, k, n;
   bool gated;
-  int64_t capacity;       // nonzeros that the lists hold; a batch with more takes the overflow path
+  int64_t capacity;       // nonzeros that the lists hold; of a batch with more, some tiles take the overflow path
   int64_t long_capacity;  // how many of these nonzeros may be in rows of more than 512 nonzeros
   bool ordered;           // tokens are reordered, so that the tokens of a tile fire similar neurons
 };

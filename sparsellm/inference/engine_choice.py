@@ -31,6 +31,7 @@ from torch import Tensor
 
 from sparsellm.ops import Engine, Plan, backend, cuda
 from sparsellm.ops.borders import FEW_TOKENS, MANY_TOKENS, fuses
+from sparsellm.ops.cuda import COUNTS
 from sparsellm.ops.feedforward import check, fake_results, forward, in_forward_mode
 from sparsellm.ops.float8_gate import Float8Rows
 from sparsellm.policy import Policy
@@ -140,7 +141,7 @@ class EngineChoice:
         self.float8_copy: Copy[Float8Rows] | None = None
         self.checked: Checked | None = None
         self.counted = 0  # tokens of the call whose counts are in flight to the host; 0: none
-        self.counts: Tensor | None = None  # int64 [4] on the host, pinned if the layer is on a GPU
+        self.counts: Tensor | None = None  # int64 [COUNTS] on the host, pinned if the layer is on a GPU
         self.deciding = threading.Lock()  # held by the one thread that sends or reads counts
         self.handle: Tensor | None = None  # by which compiled code finds this choice
 
@@ -287,7 +288,7 @@ class EngineChoice:
             if self.counted:
                 return
             if self.counts is None:
-                self.counts = torch.empty(4, dtype=torch.int64, pin_memory=counts.is_cuda)
+                self.counts = torch.empty(COUNTS, dtype=torch.int64, pin_memory=counts.is_cuda)
             self.counts.fill_(UNDER_WAY)
             self.counts.copy_(counts.detach(), non_blocking=True)
             self.counted = m
@@ -305,8 +306,8 @@ class EngineChoice:
             return
         try:
             assert self.counts is not None
-            nnz, *others, union = self.counts.tolist()
-            if self.counted and UNDER_WAY not in (nnz, *others, union):
+            nnz, *_, union, _ = counts = self.counts.tolist()
+            if self.counted and UNDER_WAY not in counts:
                 m, self.counted = self.counted, 0
                 kind = kind_of(m)
                 if kind == BETWEEN:

@@ -38,6 +38,7 @@ class DecoderOutput(NamedTuple):
     wide_segments: Tensor | None  # [L] int64: see FeedForwardOutput
     rest_calls: Tensor | None  # [L] int64: see FeedForwardOutput
     union: Tensor | None  # [L] int64: active neurons of each 128-token tile, summed; -1: not measured
+    overflow_tiles: Tensor | None  # [L] int64: see FeedForwardOutput
     kl: Tensor | None = None  # 0-d float32: summed KL(teacher || student); None without a teacher
     loss: Tensor | None = None  # 0-d float32: ce + weighted kl. If not None, only loss has a gradient, and ce has none
 
@@ -220,5 +221,5 @@ class Decoder(nn.Module):
             ce = linear_cross_entropy(*inputs, self.softmax_cross_entropy)
         else:
             loss, ce, kl = distilled_cross_entropy(*inputs, teacher, self.distilled_softmax_cross_entropy)
-        stacked: list[Any] = [torch.stack(of_layers) for of_layers in zip(*statistics, strict=True)] or [None] * 6
+        stacked: list[Any] = [torch.stack(of_layers) for of_layers in zip(*statistics, strict=True)] or [None] * 7
         return DecoderOutput(ce, *stacked)._replace(kl=kl, loss=loss)

@@ -23,6 +23,7 @@ SAVED_BY = {0: Engine.dense, 2: Engine.tile, 6: Engine.tile}  # by a saved buffe
 NO_MEMORY = "torch could not allocate memory"  # part of an operator's error message (kernels/bindings.cpp)
 
 Forward = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+COUNTS = 5  # entries of a call's counts (kernels/engines.h: kCounts)
 
 
 def forward(
@@ -37,7 +38,7 @@ def forward(
 ) -> Forward:
     """(y, l1, fired, counts, saved) of `sparsellm.ops.feedforward`, computed by the engine of `plan`.
 
-    y [M, K]; l1 0-d float32; fired bool [N]; counts int64 [4]; saved uint8: one buffer for `backward`, empty unless
+    y [M, K]; l1 0-d float32; fired bool [N]; counts int64 [COUNTS]; saved uint8: one buffer for `backward`, empty if not
     `saving`, whose length identifies the engine (`engine_of`). w_down_t [N, K]: w_down transposed, or None. Weights are
     cast to the dtype of x. Without `counting`, the dense engine may skip the statistics: l1, fired and counts are then
     empty. Raises ValueError if `saving` is true for the row engine, which has no backward, and for more tokens than the
@@ -159,13 +160,13 @@ def planes_of(saved: Tensor, count: int, m: int, n: int, dtype: torch.dtype) -> 
 
 def gate_pack(x: Tensor, w: Tensor) -> PackedGate:
     """relu(x w^T) packed (sparsellm.ops.twell): x [M, K] with M > 0, w [N, K]."""
-    *packed, (nnz, wide_segments, _, union) = torch.ops.sparsellm_cuda.gate_pack(readable(x), readable(w))
+    *packed, (nnz, wide_segments, _, union, _) = torch.ops.sparsellm_cuda.gate_pack(readable(x), readable(w))
     return PackedGate(*packed, nnz, wide_segments, union)  # type: ignore[call-arg]  # mypy cannot see the length
 
 
 def gate_pack_float8(x: Float8Rows, w: Float8Rows) -> PackedGate:
     """relu(x w^T) packed, the product in FP8: x [M, K] with M > 0, w [N, K], K a multiple of 16, N of 8."""
-    *packed, (nnz, wide_segments, _, union) = torch.ops.sparsellm_cuda.gate_pack_float8(*x, *w)
+    *packed, (nnz, wide_segments, _, union, _) = torch.ops.sparsellm_cuda.gate_pack_float8(*x, *w)
     return PackedGate(*packed, nnz, wide_segments, union)  # type: ignore[call-arg]  # mypy cannot see the length
 
 
@@ -189,7 +190,7 @@ def limit(name: str) -> int:
 
 def nothing(x: Tensor, n: int) -> Forward:
     """The results of a call without tokens: y is empty, and the statistics are zero."""
-    l1, counts = x.new_zeros((), dtype=torch.float32), x.new_zeros(4, dtype=torch.int64)
+    l1, counts = x.new_zeros((), dtype=torch.float32), x.new_zeros(COUNTS, dtype=torch.int64)
     return torch.zeros_like(x), l1, x.new_zeros(n, dtype=torch.bool), counts, x.new_empty(0, dtype=torch.uint8)
 
 

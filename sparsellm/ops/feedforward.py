@@ -41,8 +41,10 @@ class FeedForwardOutput(NamedTuple):
         nnz: 0-d int64: number of nonzeros among the M x N activations.
         fired: bool [N]: the neurons that fire for some token.
         wide_segments: 0-d int64: segments of the packed gate that overflow their words (sparsellm.ops.twell).
-        rest_calls: 0-d int64: 1 if the call exceeded the tile engine's lists and took the overflow path, else 0.
+        rest_calls: 0-d int64: 1 if the call exceeded the tile engine's lists, so that some of its tokens took the
+            overflow path, else 0.
         union: 0-d int64: the neurons active in each 128-token tile, summed over tiles; -1: not measured.
+        overflow_tiles: 0-d int64: the 128-token tiles that took the overflow path.
     """
 
     y: Tensor
@@ -52,6 +54,7 @@ class FeedForwardOutput(NamedTuple):
     wide_segments: Tensor
     rest_calls: Tensor
     union: Tensor
+    overflow_tiles: Tensor
 
 
 def saved_bytes(plan: Plan | None, tokens: int, neurons: int, gated: bool, dtype: torch.dtype) -> int:
@@ -94,7 +97,8 @@ def feedforward(
 
 
 def output_of(y: Tensor, l1: Tensor, fired: Tensor, counts: Tensor) -> FeedForwardOutput:
-    """The registered operator's results by name. counts: int64 [4] of nnz, wide_segments, rest_calls, union."""
+    """The registered operator's results by name. counts: int64 [5] of nnz, wide_segments, rest_calls, union and
+    overflow_tiles."""
     nnz, *others = counts.unbind()
     return FeedForwardOutput(y, l1, nnz, fired, *others)
 
@@ -102,7 +106,7 @@ def output_of(y: Tensor, l1: Tensor, fired: Tensor, counts: Tensor) -> FeedForwa
 def uncounted(y: Tensor, l1: Tensor, nnz: Tensor, fired: Tensor) -> FeedForwardOutput:
     """The output of plain PyTorch code, which packs nothing and does not measure the union."""
     zero = torch.zeros_like(nnz)
-    return FeedForwardOutput(y, l1, nnz, fired, zero, zero.clone(), zero - 1)
+    return FeedForwardOutput(y, l1, nnz, fired, zero, zero.clone(), zero - 1, zero.clone())
 
 
 def in_autocast(x: Tensor) -> tuple[Tensor, bool]:
@@ -195,7 +199,7 @@ def first_order(
 # Forward returns (y, l1, fired, counts, saved):
 #   saved   one uint8 buffer for backward (sparsellm.ops.cuda), whose length depends on the plan, and is known only when
 #           the operator runs
-#   counts  int64 [4] in one tensor, because the results of an operator may not share memory, as four views would
+#   counts  int64 [5] in one tensor, because the results of an operator may not share memory, as five views would
 # Forward and backward each cast the weights to the dtype of x; the gradients have the weights' own dtypes.
 # `feedforward` has cast x to the autocast dtype, so both operators compute with autocast off.
 
@@ -232,7 +236,7 @@ def forward(
     if (kernels := _kernels(x, plan.engine)) is not None:
         return kernels.forward(x, w_gate, w_up, w_down, plan, w_down_t, saving, counting)
     y, l1, nnz, fired, *planes = reference.forward(x, *_cast(x.dtype, w_gate, w_up, w_down))
-    counts = torch.stack([nnz, zero := torch.zeros_like(nnz), zero, reference.union(planes[0] != 0)])
+    counts = torch.stack([nnz, zero := torch.zeros_like(nnz), zero, reference.union(planes[0] != 0), zero])
     saved = torch.stack(planes).view(torch.uint8).flatten() if saving else x.new_empty(0, dtype=torch.uint8)
     return y, l1, fired, counts, saved
 
@@ -266,7 +270,7 @@ def fake_results(x: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """y, l1, fired and counts without values, from which compilers learn shapes and dtypes."""
     l1 = x.new_empty((), dtype=torch.promote_types(x.dtype, torch.float32))
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return y, l1, x.new_empty(n, dtype=torch.bool), x.new_empty(4, dtype=torch.int64)
+    return y, l1, x.new_empty(n, dtype=torch.bool), x.new_empty(cuda.COUNTS, dtype=torch.int64)
 
 
 @torch.library.custom_op("sparsellm::feedforward_backward", mutates_args=())

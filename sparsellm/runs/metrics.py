@@ -53,8 +53,8 @@ def _is_number(value: Any) -> bool:
 KINDS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(
         (
-            "step", "tokens", "val_tokens", "skipped_steps", "wide_segments", "rest_calls", "micro_batch_size",
-            "peak_memory_bytes", "ffn_saved_bytes",
+            "step", "tokens", "val_tokens", "skipped_steps", "wide_segments", "rest_calls", "overflow_tiles",
+            "micro_batch_size", "peak_memory_bytes", "ffn_saved_bytes",
         ),
         lambda value: type(value) is int and value >= 0,
     ),

@@ -35,6 +35,7 @@ class StepSums:
     fired: Any = None
     wide_segments: Any = None
     rest_calls: Any = None
+    overflow_tiles: Any = None
     union: Any = None
     fullest: Any = None  # float64 [L]: maximum over micro-batches of nonzeros per token
 
@@ -43,7 +44,7 @@ class StepSums:
         for name in ("ce", "kl", "l1"):
             value = getattr(out, name)
             self._combine(name, None if value is None else value.detach().double(), torch.add)
-        for name in ("nnz", "wide_segments", "rest_calls", "union"):
+        for name in ("nnz", "wide_segments", "rest_calls", "overflow_tiles", "union"):
             self._combine(name, getattr(out, name), torch.add)
         self._combine("fired", out.fired, torch.logical_or)
         self._combine("fullest", None if out.nnz is None else out.nnz.double() / tokens, torch.maximum)
@@ -127,6 +128,7 @@ class StepValues:
     nnz: list[float] | None = None
     wide_segments: list[float] | None = None  # see FeedForwardOutput
     rest_calls: list[float] | None = None  # see FeedForwardOutput
+    overflow_tiles: list[float] | None = None  # see FeedForwardOutput
     dead: list[float] | None = None
     reinitialized: list[float] | None = None
 
@@ -144,6 +146,7 @@ def reduce_step(
         "ce": sums.ce, "stop": torch.full_like(sums.ce, stop),
         "kl": torch.zeros_like(sums.ce) if sums.kl is None else sums.kl, "l1": sums.l1, "nnz": sums.nnz,
         "wide_segments": sums.wide_segments, "rest_calls": sums.rest_calls,
+        "overflow_tiles": sums.overflow_tiles,
         "mj_per_token": torch.full_like(sums.ce, mj_per_token),
     }  # fmt: skip
     total = _packed(summed)
@@ -212,6 +215,7 @@ class Rows:
             "data_wait_fraction": values.data_wait / values.seconds,
             "wide_segments": None if values.wide_segments is None else int(sum(values.wide_segments)),
             "rest_calls": None if values.rest_calls is None else int(sum(values.rest_calls)),
+            "overflow_tiles": None if values.overflow_tiles is None else int(sum(values.overflow_tiles)),
             "plan_per_layer": values.known["plan_per_layer"],
             "micro_batch_size": values.known["micro_batch_size"],
             "ffn_saved_bytes": values.known["ffn_saved_bytes"],

@@ -29,7 +29,7 @@ class Hollow:
             y, l1, fired, counts, saved = forward(x, w_gate, w_up, w_down, Plan(), None, saving)
             self.counted.append(counting)
             if self.nnz is not None:
-                counts = torch.tensor([self.nnz, 0, 0, self.union])
+                counts = torch.tensor([self.nnz, 0, 0, self.union, 0])
             return y, l1, fired, counts, saved
 
         return run

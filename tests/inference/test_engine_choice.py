@@ -190,7 +190,7 @@ def test_counts_under_way_are_not_waited_for(hollow):
     hollow.nnz = 1
     for _ in range(2):
         assert hollow.of(model, tokens(5)) == ["row"] * 2
-        assert [block.choice.counts.tolist() for block in blocks(model)] == [[64 * 5, 0, 0, -1]] * 2  # one at a time
+        assert [block.choice.counts.tolist() for block in blocks(model)] == [[64 * 5, 0, 0, -1, 0]] * 2  # one at a time
     for block in blocks(model):
         block.choice.counts[3] = 5
     assert hollow.of(model, tokens(5)) == ["dense"] * 2

@@ -56,20 +56,20 @@ def expect_float8(values, scales):
 def computed(x, w_gate, w_up, w_down_t):
     """(y, l1, fired, counts, planes)"""
     y, l1, nnz, fired, *planes = reference.forward(x, w_gate, w_up, w_down_t.T)
-    return y, l1, fired, torch.stack([nnz, nnz * 0, nnz * 0, reference.union(planes[0] != 0)]), planes
+    return y, l1, fired, torch.stack([nnz, nnz * 0, nnz * 0, reference.union(planes[0] != 0), nnz * 0]), planes
 
 
 def gate_pack(x, w):
     expect_layer(x, None, w)
     *fields, nnz, wide_segments, union = twell.pack(torch.relu(x @ w.T))
-    return *fields, torch.stack([nnz, wide_segments, nnz * 0, union])
+    return *fields, torch.stack([nnz, wide_segments, nnz * 0, union, nnz * 0])
 
 
 def gate_pack_float8(x, x_scales, w, w_scales):
     expect_float8(x, x_scales)
     expect_float8(w, w_scales)
     *fields, nnz, wide_segments, union = twell.pack(float8_gate.gate(Float8Rows(x, x_scales), Float8Rows(w, w_scales)))
-    return *fields, torch.stack([nnz, wide_segments, nnz * 0, union])
+    return *fields, torch.stack([nnz, wide_segments, nnz * 0, union, nnz * 0])
 
 
 def quantize_rows(x):
@@ -109,7 +109,7 @@ def tile_forward_float8(x, w_gate, w_up, w_down_t, x_values, x_scales, w_thresho
     g = float8_gate.gate(Float8Rows(x_values, x_scales), Float8Rows(w_thresholded, w_scales))
     h = g if w_gate is None else g * (x @ w_up.T)
     l1, nnz, fired = reference.statistics(h, g != 0)
-    counts = torch.stack([nnz, nnz * 0, nnz * 0, reference.union(g != 0)])
+    counts = torch.stack([nnz, nnz * 0, nnz * 0, reference.union(g != 0), nnz * 0])
     ASKED.append((capacity, ordered, "float8"))
     return h @ w_down_t, l1, fired, counts, x.new_empty(0, dtype=torch.uint8)
 

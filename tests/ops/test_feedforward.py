@@ -55,7 +55,7 @@ def test_values_and_gradients_are_those_of_the_formulas(m, k, n, gated, plan):
     assert out.nnz.dtype == torch.int64
     assert out.nnz == (g != 0).sum()
     assert torch.equal(out.fired, (g != 0).any(0))
-    assert out.wide_segments == out.rest_calls == 0
+    assert out.wide_segments == out.rest_calls == out.overflow_tiles == 0
     assert out.union == (-1 if plan is None else tile_union(g))
     for ours, theirs in zip(grads, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)

@@ -89,8 +89,8 @@ def check(x, ws, what, dtype=torch.float32, engine="tile", rest=0, room=320):
         tiled = active[kept.order.long()]
         cases.assert_equal(kept.order, order_of(active).int(), f"{what}: order")
         cases.assert_equal(kept.positions[kept.order.long()], torch.arange(len(x)).int(), f"{what}: positions")
-    counts = [int(count) for count in (out.nnz, out.wide_segments, out.rest_calls, out.union)]
-    assert counts == [int(active.sum()), 0, rest, int(reference.union(tiled))], what
+    counts = [int(count) for count in (out.nnz, out.wide_segments, out.rest_calls, out.union, out.overflow_tiles)]
+    assert counts == [int(active.sum()), 0, rest, int(reference.union(tiled)), 0], what
     if saving:
         found = engines.backward(x, *layer(ws), dy, torch.tensor(DL1), saved)
         for i, (ours, right) in enumerate(zip(found, gradients, strict=True)):

@@ -32,8 +32,8 @@ SMALL_RUN = Path(__file__).parents[1] / "small_run.py"
 ROWS = {
     "step", "tokens", "loss", "ce", "l1", "nnz_mean", "nnz_per_layer", "dead_per_layer", "lr", "l1_coefficient",
     "grad_norm", "tokens_per_s", "mfu", "mj_per_token", "peak_memory_bytes", "data_wait_fraction", "wide_segments",
-    "rest_calls", "plan_per_layer", "micro_batch_size",
-    "ffn_saved_bytes", "val_ce", "val_tokens", "evaluation", "reinitialized_per_layer", "skipped_steps",
+    "rest_calls", "overflow_tiles", "plan_per_layer", "micro_batch_size", "ffn_saved_bytes",
+    "val_ce", "val_tokens", "evaluation", "reinitialized_per_layer", "skipped_steps",
 }  # fmt: skip
 
 
@@ -148,7 +148,7 @@ def test_rows_hold_the_steps_own_values_over_the_whole_batch(tmp_path):
     assert first["nnz_mean"] == sum(counts) / 2
     norm = math.sqrt(sum(g.square().sum().item() for g in gradients.values()))
     assert first["grad_norm"] == pytest.approx(norm, rel=1e-4)
-    assert first["wide_segments"] == first["rest_calls"] == 0
+    assert first["wide_segments"] == first["rest_calls"] == first["overflow_tiles"] == 0
     assert first["plan_per_layer"] == ["torch", "torch"]
     assert first["ffn_saved_bytes"] == 2 * 2 * (3 * 16) * 48 * 4  # g and u of each layer, float32
     assert {row["step"]: row["val_tokens"] for row in rows if row["val_ce"] is not None} == {4: 80, 8: 80, 12: 80}
@@ -177,8 +177,8 @@ def test_values_that_do_not_exist_are_null(tmp_path):
     text = (tmp_path / "run" / METRICS).read_text()
     assert "NaN" not in text
     for row in map(json.loads, text.splitlines()):
-        nothing = ("l1", "nnz_mean", "nnz_per_layer", "dead_per_layer", "wide_segments", "rest_calls", "mfu",
-                   "peak_memory_bytes",
+        nothing = ("l1", "nnz_mean", "nnz_per_layer", "dead_per_layer", "wide_segments", "rest_calls",
+                   "overflow_tiles", "mfu", "peak_memory_bytes",
                    "reinitialized_per_layer", "ffn_saved_bytes", "evaluation")  # fmt: skip
         assert all(row[key] is None for key in nothing)
         assert row["loss"] == row["ce"]

@@ -242,7 +242,7 @@ def test_the_fullest_micro_batch_counts_by_its_own_tokens():
         layer = torch.tensor([nnz])
         sums.add(SimpleNamespace(ce=torch.ones(()), kl=None, l1=layer.float(), nnz=layer, fired=layer > 0,
                                  wide_segments=layer * 0, rest_calls=layer * 0,
-                                 union=layer * 2), tokens)  # fmt: skip
+                                 overflow_tiles=layer * 0, union=layer * 2), tokens)  # fmt: skip
     assert sums.fullest.tolist() == [15]
     assert (sums.nnz.item(), sums.union.item()) == (200, 400)
 

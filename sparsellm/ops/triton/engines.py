@@ -26,7 +26,7 @@ from torch import Tensor
 
 from sparsellm.ops import borders, cuda
 from sparsellm.ops.borders import ALONE
-from sparsellm.ops.cuda import Forward, readable
+from sparsellm.ops.cuda import COUNTS, Forward, readable
 from sparsellm.ops.plan import Engine, Plan
 from sparsellm.ops.triton import clusters, dense, nonzeros, plan, products, tuning
 from sparsellm.ops.triton.transpose import transposed
@@ -146,7 +146,7 @@ def forward(
     y = torch.empty_like(x)
     _gathered(unions, sizes.few_gathered if few else sizes.gathered, hidden, w_down_t, y, m)
     saved = saved if saving else saved.new_empty(0)
-    return y, sums.sum(), fired.view(torch.bool), totals[:4].clone(), saved
+    return y, sums.sum(), fired.view(torch.bool), totals[:COUNTS].clone(), saved
 
 
 @_where_x_is
@@ -359,7 +359,7 @@ def _dense_forward(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tenso
     sums = x.new_empty(grid, dtype=torch.float32)
     dense.hidden[grid](z, u, h, fired, sums, totals, m, N=n, TOKENS=TOKENS, GATED=gated, **HIDDEN)
     saved = planes.view(torch.uint8).flatten() if saving else x.new_empty(0, dtype=torch.uint8)
-    return h @ w_down.T, sums.sum(), fired.view(torch.bool), totals[:4].clone(), saved
+    return h @ w_down.T, sums.sum(), fired.view(torch.bool), totals[:COUNTS].clone(), saved
 
 
 def _dense_backward(
