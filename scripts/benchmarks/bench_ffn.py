@@ -3,6 +3,8 @@
     python -m scripts.benchmarks.bench_ffn --activations DIR [--m 2048 16384] [--patterns layer1 ...] [--json OUT]
     python -m scripts.benchmarks.bench_ffn --activations DIR --decode [--m 1 4 16 64]  few tokens, as CUDA graphs
     python -m scripts.benchmarks.bench_ffn --activations DIR --training [--m 16384]    forward and backward
+    python -m scripts.benchmarks.bench_ffn --patterns heavy0 heavy1 heavy5 heavy10 heavy25 heavy50 heavy100 --m 16384
+                                                       speed against the share of heavy tokens
     python -m scripts.benchmarks.bench_ffn --kernels triton ...                        Triton kernels instead of CUDA
     python -m scripts.benchmarks.bench_ffn --nongated ...                              relu(x W_u^T) W_d^T
 
@@ -133,11 +135,13 @@ def forward_variants(
         if name in GATES:
             return {}
         out = calls[name](0)
-        return {"errors": {"y": error((out if isinstance(out, Tensor) else out[0])[at], right)}}
+        if isinstance(out, Tensor):
+            return {"errors": {"y": error(out[at], right)}}
+        return {"errors": {"y": error(out[0][at], right)}, "overflow_tiles": int(out[3][-1])}
 
     for name in ("tile", "row"):
         if not isinstance(times[name], Exception):
-            nnz, *_, union = calls[name](0)[3].tolist()
+            nnz, *_, union, _ = calls[name](0)[3].tolist()
             break
     return measured(times, details), Policy().choose_engine(len(x), patterns.K, patterns.N, nnz, union).name
 
@@ -167,6 +171,7 @@ def training_variants(x: Tensor, weights: list[Tensor], copies: int) -> tuple[di
         return {
             "errors": {result: error(ours, theirs) for result, ours, theirs in found},
             "saved_mib": saved_by(forwards[name], step.leaves) / 2**20,
+            **({"overflow_tiles": int(forwards[name](*step.leaves).overflow_tiles)} if name == "tile" else {}),
         }
 
     found, engine = measured(times, details), Engine.dense
@@ -292,7 +297,7 @@ def show(result: dict) -> None:
         f"\nM {result['tokens']:,} {result['pattern']}: {result['nonzeros_per_token']:.1f} nonzeros per token,"
         f" union of 128 tokens {result['union_per_128']:,.0f}{'; ' * bool(result['note'])}{result['note']}"
     )
-    forms = {"ms": ".4f", "speedup": ".3f", "of_gate": ".3f", "saved_mib": ",.1f"}
+    forms = {"ms": ".4f", "speedup": ".3f", "of_gate": ".3f", "saved_mib": ",.1f", "overflow_tiles": ","}
     lines = []
     for row in result["variants"]:
         line = {"variant": row["variant"]} | {key: format(row[key], form) for key, form in forms.items() if key in row}
@@ -323,6 +328,7 @@ def summary(results: list[dict]) -> None:
             if name not in (*BASES, *GATES):
                 line[name] = harness.cell(row.get("speedup"), ".2f")
         line["auto"] = f"{result['auto']} {line.pop('auto: ' + result['auto'])}"
+        line["overflow tiles"] = f"{by['tile'].get('overflow_tiles', '-')}"
         line["worst error"] = f"{torch.tensor(ratios).max():.2f}" if ratios else "-"  # NaN if any ratio is NaN
         if result["training"]:
             line["saved MiB: dense"] = harness.cell(dense.get("saved_mib"), ".0f")
@@ -337,8 +343,10 @@ def main() -> None:
     parser.add_argument("--m", type=int, nargs="+",
                         help=f"tokens: {FORWARD_TOKENS} by default, {TRAINING_TOKENS} with --training, {DECODE_TOKENS}"
                         " with --decode")  # fmt: skip
-    parser.add_argument("--patterns", nargs="+", default=patterns.PATTERNS, choices=patterns.PATTERNS, metavar="NAME",
-                        help=f"some of {' '.join(patterns.PATTERNS)}; default: all")  # fmt: skip
+    parser.add_argument("--patterns", nargs="+", default=patterns.PATTERNS, metavar="NAME",
+                        choices=(*patterns.PATTERNS, *patterns.HEAVY),
+                        help=f"some of {' '.join(patterns.PATTERNS)} (default: all of these), or of"
+                        f" {' '.join(patterns.HEAVY)}")  # fmt: skip
     patterns.add_activations(parser)
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--decode", action="store_true", help="few tokens, as CUDA graphs")

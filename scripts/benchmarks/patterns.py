@@ -5,6 +5,8 @@ and neuron n fires for token m if (x w_gate^T)[m, n] > 0. Sources:
 
     synthetic29 ... synthetic2800   `synthetic`: heavy-tailed tokens, lognormal neuron rates; the mean is in the name
     synthetic5632                   `synthetic`: every neuron fires for every token
+    heavy0 ... heavy100             `synthetic`: that percentage of the tokens, at random places, fires some 1,500
+                                    neurons each, all others some 36
     sparse, layer1, ...             `fit`: x and w_gate trained until their product fires as recorded, token by token
     layer4gate                      a recorded input with the recorded gate weight
 
@@ -31,6 +33,8 @@ TOKEN_TILE = 128
 CHUNK = 16_384  # tokens processed at a time, because a float32 or boolean [M, N] of all tokens would not fit
 
 SYNTHETIC = {f"synthetic{mean}": mean for mean in (29, 300, 900, 2800, N)}
+HEAVY = {f"heavy{percent}": percent / 100 for percent in (0, 1, 5, 10, 25, 50, 100)}  # share of heavy tokens
+HEAVY_NONZEROS, LIGHT_NONZEROS = 1500, 36
 RECORDED = {"sparse": "", **{f"layer{i}": f"layer{i}_" for i in (1, 2, 4, 7)}}  # pattern -> prefix of its arrays' names
 LAYERS = "firing_patterns*.npz"  # file with all recorded patterns except `sparse`
 SPARSE = "firing_pattern_sparse_l4.npz"  # file with the pattern `sparse`, one layer of a sparser model
@@ -100,13 +104,15 @@ def _neurons(arrays: np.lib.npyio.NpzFile) -> int:
 
 
 def build(name: str, tokens: int, device: str | torch.device, activations: Path | None = None, seed: int = 0) -> Block:
-    """Build the layer for pattern `name` (one of PATTERNS), with K=2048 and N=5632, on `device`. To run fewer tokens on
-    the same layer, slice its x.
+    """Build the layer for pattern `name` (one of PATTERNS or HEAVY), with K=2048 and N=5632, on `device`. To run fewer
+    tokens on the same layer, slice its x.
 
     Raises MissingRecording if the pattern needs a recording that is not in `activations`.
     """
     if name in SYNTHETIC:
         return synthetic(SYNTHETIC[name], tokens, K, N, device, seed)
+    if name in HEAVY:
+        return synthetic(LIGHT_NONZEROS, tokens, K, N, device, seed, HEAVY[name])
     if name == "layer4gate":
         x, w_gate = (tensor.to(device) for tensor in recorded_gate(activations))
         return _block(repeat(x, tokens), w_gate, seed)
@@ -151,13 +157,16 @@ def counts(x: Tensor, w_gate: Tensor) -> tuple[int, int]:
 # Synthetic patterns.
 
 
-def synthetic(mean: float, tokens: int, width: int, neurons: int, device: str | torch.device, seed: int = 0) -> Block:
-    """A block in which `mean` neurons per token fire on average, at rates from `firing_rates`.
+def synthetic(
+    mean: float, tokens: int, width: int, neurons: int, device: str | torch.device, seed: int = 0, heavy: float = 0.0
+) -> Block:
+    """A block in which `mean` neurons per token fire on average, at rates from `firing_rates`. A share `heavy` of the
+    tokens, at random places, fires HEAVY_NONZEROS on average instead.
 
     e is a random unit vector. A token is x = z + sqrt(K) e, where z is normal and orthogonal to e, and scaled for each
     token by exp(0.3 n) with a normal n, which gives heavy tails. Row i of w_gate is w_i - (t_i / sqrt(K)) e, where w_i
     is 0.02 times a normal vector and orthogonal to e. So x w_gate^T is z w_i - t_i, and neuron i fires if z w_i > t_i;
-    t_i is set to give the neuron its rate.
+    t_i is set to give the neuron its rate. A heavy token has less of e, and so lower thresholds.
     """
     generator = torch.Generator(device).manual_seed(seed)
 
@@ -176,7 +185,21 @@ def synthetic(mean: float, tokens: int, width: int, neurons: int, device: str | 
         z -= torch.outer(z @ e, e)
         z *= torch.exp(TOKEN_SIGMA * normal(len(chunk), 1))
         chunk.copy_(z + width**0.5 * e)
-    return _block(x, w_gate.bfloat16(), seed)
+    w_gate = w_gate.bfloat16()
+    if heavy:
+        chosen = torch.randperm(tokens, device=device, generator=generator)[: round(heavy * tokens)]
+        x[chosen] = _lowered(x[chosen], w_gate, width**0.5 * e)
+    return _block(x, w_gate, seed)
+
+
+def _lowered(x: Tensor, w_gate: Tensor, offset: Tensor) -> Tensor:
+    """x [M, K] less such a part of `offset` [K] that HEAVY_NONZEROS neurons fire for a token on average."""
+    low, high = 0.0, 1.0
+    for _ in range(12):
+        middle = (low + high) / 2
+        nnz, _ = counts((x[:CHUNK] - middle * offset).to(x.dtype), w_gate)
+        low, high = (low, middle) if nnz > HEAVY_NONZEROS * len(x[:CHUNK]) else (middle, high)
+    return (x - high * offset).to(x.dtype)
 
 
 def firing_rates(mean: float, neurons: int, seed: int = 0) -> np.ndarray:

@@ -38,9 +38,9 @@ def forward(
 ) -> Forward:
     """(y, l1, fired, counts, saved) of `sparsellm.ops.feedforward`, computed by the engine of `plan`.
 
-    y [M, K]; l1 0-d float32; fired bool [N]; counts int64 [COUNTS]; saved uint8: one buffer for `backward`, empty if not
-    `saving`, whose length identifies the engine (`engine_of`). w_down_t [N, K]: w_down transposed, or None. Weights are
-    cast to the dtype of x. Without `counting`, the dense engine may skip the statistics: l1, fired and counts are then
+    y [M, K]; l1 0-d float32; fired bool [N]; counts int64 [COUNTS]; saved uint8: one buffer for `backward`, empty
+    unless `saving`, whose length identifies the engine (`engine_of`). w_down_t [N, K]: w_down transposed, or None.
+    Weights are cast to the dtype of x. Without `counting`, the dense engine may skip the statistics: l1, fired and counts are then
     empty. Raises ValueError if `saving` is true for the row engine, which has no backward, and for more tokens than the
     tile engine supports.
     """

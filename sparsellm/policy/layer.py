@@ -78,7 +78,7 @@ class Layer:
     def counts(self, call: Call) -> tuple[float, float]:
         """(nonzeros, union) of a call, as its engine counts them. Waits for the device."""
         results = self._forward(call, counting=True)
-        nonzeros, _, _, union = results[3].tolist()
+        nonzeros, _, _, union, _ = results[3].tolist()
         return nonzeros, union
 
     def run(self, call: Call) -> object:

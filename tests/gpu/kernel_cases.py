@@ -292,6 +292,20 @@ def check_statistics(out: FeedForwardOutput, g: Tensor, engine: str, name: str) 
         assert_equal(out.union, union, f"{name}: union")
 
 
+def leaving(counts: Tensor, capacity: int, long_capacity: int) -> Tensor:
+    """bool [MT]: the token tiles that leave the tile engine (kernels/portable/tile/plan.cu), whose lists hold
+    `capacity` nonzeros. counts [M]: the nonzeros of the token at each position."""
+    tiled = torch.nn.functional.pad(counts.long(), (0, -len(counts) % TOKEN_TILE)).view(-1, TOKEN_TILE)
+    is_long = tiled > ROW_CAPACITY
+    if tiled.sum() <= capacity and tiled[is_long].sum() <= long_capacity:
+        return torch.zeros(len(tiled), dtype=torch.bool, device=counts.device)
+    never = is_long.any(1) & bool(tiled[is_long].sum() > long_capacity)
+    fullness, order = torch.where(never, EXACT, tiled.sum(1)).sort(stable=True)
+    leaves = torch.empty_like(never)
+    leaves[order] = fullness.cumsum(0) > capacity
+    return leaves | never
+
+
 def check_packed(packed: twell.PackedGate, gate: Tensor, what: str) -> None:
     """Assert that `packed` is the packed `gate` [M, N] in all that the format defines; NaN may be any NaN."""
     expected = twell.pack(gate)

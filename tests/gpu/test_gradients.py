@@ -28,7 +28,7 @@ def gradients(engine, x, ws, dy):
     return out, torch.autograd.grad(loss, inputs)
 
 
-def stepwise(x, ws, dy):
+def stepwise(x, ws, dy, float_weights=False):
     """(dx, dw ...) with exact products, rounded where the operator rounds."""
     first, *up, w_down = ws
     g, h, _ = cases.stepwise(x, ws)
@@ -37,8 +37,9 @@ def stepwise(x, ws, dy):
     du = (dh * g.float()).bfloat16()
     dz = torch.where(g != 0, dh * u, 0).bfloat16()
     dx = dz.double() @ first.double() + (du.double() @ up[0].double() if up else 0)
-    weights = [product(dz.T, x.T), *([product(du.T, x.T)] if up else []), product(dy.T, h.T)]
-    return dx.bfloat16(), *weights
+    factors = [(dz, x), *([(du, x)] if up else []), (dy, h)]
+    weights = [a.double().T @ b.double() if float_weights else product(a.T, b.T) for a, b in factors]
+    return dx.bfloat16(), *(w.float() if float_weights else w for w in weights)
 
 
 def small(m, k, seed):
@@ -157,11 +158,51 @@ def test_nonzeros_that_overflow_the_lists_are_not_lost(gated, monkeypatch):
 @GATED
 @pytest.mark.parametrize(("m", "k", "n"), [(513, 8, 72), (1100, 72, 264), (1030, 264, 1000), (1537, 136, 392)])
 def test_gradients_of_several_groups_of_tokens_that_overflow_are_exact(m, k, n, gated, monkeypatch):
-    """rest_backward computes dx for groups of 512 tokens; the last group is not full."""
+    """All tiles leave: rest_backward needs two passes, and the last tile is not full."""
     monkeypatch.setattr(borders, "capacity", lambda *_: 128)
     x, ws = cases.integers(m, k, n, gated)
     out = check(x, ws, small(m, k, seed=n), f"M {m}, K {k}, N {n}", engines=("tile",))
     assert out.rest_calls == 1
+
+
+@GATED
+@pytest.mark.parametrize("ordered", [False, True], ids=["unordered", "ordered"])
+@pytest.mark.parametrize("heavy", [0, 100, 450, 800, 1500])
+def test_gradients_are_exact_whichever_tiles_overflow(heavy, ordered, gated, monkeypatch):
+    """None, some or all of twelve tiles leave, the last of which is not full: rest_backward needs one pass or two, and
+    adds to the weights' gradients of the tiles that stay. In float32, in which every sum is exact."""
+    monkeypatch.setattr(borders, "MIN_ORDERED_TOKENS", 0 if ordered else 1 << 30)
+    m, n = 1500, 1000
+    fires = cases.firing("synthetic29", m, n)
+    fires[m - heavy :] |= torch.rand((heavy, n), device=DEVICE, generator=cases.random(heavy)) < 0.3
+    capacity = int(fires[: m - heavy].sum()) + 128 if heavy else m * n
+    monkeypatch.setattr(borders, "capacity", lambda *_: capacity)
+    x, ws = cases.layer_of(torch.where(fires, 1, -1).bfloat16(), gated)
+    dy = small(m, x.shape[1], seed=heavy)
+    with torch.autocast("cuda", torch.bfloat16):
+        out, found = gradients("tile", x, [w.float() for w in ws], dy)
+    assert out.rest_calls == (heavy > 0)
+    tiles = int(out.overflow_tiles)
+    assert {0: tiles == 0, m: tiles == 12}.get(heavy, 0 < tiles < 12), tiles
+    names = ("dx", "dw_gate", "dw_up", "dw_down") if gated else ("dx", "dw_up", "dw_down")
+    for name, ours, right in zip(names, found, stepwise(x, ws, dy, float_weights=True), strict=True):
+        assert_equal(ours, right, f"{heavy} heavy tokens, {tiles} tiles: {name}")
+
+
+@GATED
+@ENGINE
+def test_gradients_with_some_overflow_are_as_accurate_as_dense_and_repeat(engine, gated, monkeypatch):
+    monkeypatch.setattr(borders, "capacity", lambda *_: 20_000 * 60)
+    x, ws = cases.normal(20_000, 264, 1000, gated, rate=0.05)
+    x[torch.rand(len(x), device=DEVICE, generator=cases.random(3)) < 0.2, 0] = 0  # lower thresholds: heavy tokens
+    dy = torch.randn(x.shape, device=DEVICE, generator=cases.random(1)).bfloat16()
+    dl1 = torch.tensor(DL1, device=DEVICE)
+    (out, once), (_, again) = (gradients(engine, x, ws, dy) for _ in range(2))
+    assert 0 < out.overflow_tiles < 157 or engine == "dense"
+    theirs, exact = cases.gradients(x, ws, dy, dl1), cases.exact_gradients(x, ws, dy, dl1)
+    for i, (a, b, *others) in enumerate(zip(once, again, theirs, exact, strict=True)):
+        assert_equal(a, b, f"gradient {i}, twice")
+        assert_as_accurate(a, *others, f"gradient {i}")
 
 
 @GATED

@@ -222,7 +222,9 @@ def test_no_tokens(engine, gated):
     x, ws = cases.integers(3, 264, 1000, gated)
     out = cases.run(engine, x[:0], ws)
     assert out.y.shape == (0, 264)
-    assert [t.item() for t in (out.l1, out.nnz, out.wide_segments, out.rest_calls, out.union)] == [0] * 5
+    assert [t.item() for t in (out.l1, out.nnz, out.wide_segments, out.rest_calls, out.union, out.overflow_tiles)] == [
+        0
+    ] * 6
     assert out.fired.shape == (1000,)
     assert not out.fired.any()
 
@@ -303,21 +305,47 @@ def test_an_order_of_the_tokens_changes_no_more_than_the_union(pattern, m, gated
 
 
 @GATED
-@pytest.mark.parametrize("m", [60, 700, 3000])
-def test_nonzeros_that_overflow_the_lists_are_not_lost(m, gated):
-    fires = cases.firing("synthetic29", m, 1000)
+@pytest.mark.parametrize("ordered", [False, True], ids=["unordered", "ordered"])
+@pytest.mark.parametrize(("m", "n"), [(60, 1000), (700, 1000), (3000, 1000), (2900, 5632)])
+def test_exactly_the_fullest_tiles_leave_where_the_lists_overflow(m, n, ordered, gated):
+    """None, some and all of the tiles leave, in calls with and without long rows that were not stored, and the overflow
+    path computes their tokens."""
+    fires = cases.firing("synthetic29", m, n)
     fires[::97] = True  # long rows
+    fires[m // 3 : m // 2] |= torch.rand((m // 2 - m // 3, n), device=DEVICE, generator=cases.random(m)) < 0.3
     gate = cases.small_integers(fires)
     x, ws = cases.layer_of(gate, gated)
-    expected, nnz, in_long_rows = cases.stepwise(x, ws)[-1], int(fires.sum()), 1000 * len(fires[::97])
+    _, h, expected = cases.stepwise(x, ws)
+    counts = fires.sum(1)
+    nnz, in_long_rows = int(counts.sum()), int(counts[counts > cases.ROW_CAPACITY].sum())
     packed = cuda.gate_pack(x, ws[0])
-    for room, enough in (
-        ((nnz, in_long_rows), True), (((nnz - 1) // 128 * 128, in_long_rows), False),
-        ((nnz, in_long_rows - 1), False), ((1, 0), False),
+    for capacity, long_capacity in (
+        (nnz, in_long_rows), ((nnz - 1) // 128 * 128, in_long_rows), (nnz // 256 * 128, in_long_rows),
+        (nnz, in_long_rows - 1), (nnz // 512 * 128, in_long_rows // 2), (1, 0),
     ):  # fmt: skip
-        y, _, _, counts, _ = tile_engine(x, ws, capacity=room[0], long_capacity=room[1])
-        assert_equal(y, expected, f"M {m}, room for {room}: y")
-        assert counts.tolist() == [nnz, int(packed.wide_segments), int(not enough), int(packed.union)]
+        name = f"M {m}, N {n}, room for {capacity}, {long_capacity} of them in long rows"
+        y, l1, _, found, saved = tile_engine(x, ws, ordered, capacity, long_capacity, saving=True)
+        order = saved_field(saved, x, ws, "tokens", torch.int32).long() if ordered else torch.arange(m, device=DEVICE)
+        leaves = cases.leaving(counts[order], -(-capacity // 128) * 128, long_capacity)
+        tiles = int(leaves.sum())
+        assert_equal(y, expected, f"{name}: y")
+        assert_equal(l1, h.abs().sum(dtype=torch.float64).float(), f"{name}: l1")
+        union = saved_field(saved, x, ws, "tiles", torch.int32).view(-1, 4)[:, 0].sum() if not tiles else packed.union
+        assert found.tolist() == [nnz, int(packed.wide_segments), int(tiles > 0), int(union), tiles], name
+        rest = torch.nn.functional.pad(order, (0, -m % TOKEN_TILE), value=-1).view(-1, TOKEN_TILE)[leaves].flatten()
+        rest = rest[rest >= 0]
+        assert_equal(saved_field(saved, x, ws, "rest_tokens", torch.int32)[: len(rest)], rest.int(), f"{name}: tokens")
+        assert not (saved_field(saved, x, ws, "tiles", torch.int32).view(-1, 4)[leaves, :2]).any(), name
+
+
+@pytest.mark.parametrize("saving", [False, True], ids=["forward", "saving"])
+def test_what_leaves_repeats_bit_for_bit(saving):
+    x, ws = cases.normal(20_000, 264, 1000, rate=0.05)
+    x[torch.rand(len(x), device=DEVICE, generator=cases.random(3)) < 0.2, 0] = 0  # lower thresholds
+    once, again = (tile_engine(x, ws, capacity=20_000 * 60, saving=saving) for _ in range(2))
+    assert 0 < once[3][4] < 157
+    for name, a, b in zip(("y", "l1", "fired", "counts"), once, again, strict=False):
+        assert_equal(a, b, f"{name}, twice")
 
 
 @GATED
