@@ -289,7 +289,7 @@ int64_t tile_saved_bytes(const TileShape& shape) {
   return arena.bytes() + kTileEngine + (shape.ordered ? kOrdered : 0);
 }
 
-// For example (docs/dev/SEAM.md): 33,105,158 = 1,647,872 (all arrays except lists and ups) + 6 * 5,242,880 + 2 + 4.
+// For example (docs/dev/SEAM.md): 33,170,694 = 1,713,408 (all arrays except lists and ups) + 6 * 5,242,880 + 2 + 4.
 TileShape tile_shape_of_saved(int64_t length, int64_t m, int64_t k, int64_t n, bool gated) {
   const bool ordered = length % 16 == kTileEngine + kOrdered;
   const int64_t lists = length - tile_saved_bytes({m, k, n, gated, 0, 0, ordered});

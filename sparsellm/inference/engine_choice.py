@@ -40,7 +40,7 @@ from sparsellm.policy.costs import room_for
 FEW, BETWEEN, MANY = range(3)  # kinds of calls, by number of tokens
 # One in this many calls of each kind is counted. Counting costs as much host time as the call itself, so few calls are
 # counted where calls are host-bound, as in decoding. Calls of many tokens are device-bound and are counted more often,
-# because those that overflow the tile engine's lists take ten times as long until a count enlarges the lists.
+# because those that overflow the tile engine's lists take longer than dense until a count enlarges the lists.
 COUNT_EVERY = (64, 64, 16)
 UNDER_WAY = -1  # placeholder for counts that have not arrived
 DENSE, ROW = Plan(), Plan.of("row")

@@ -174,7 +174,7 @@ class SparseFeedForward(nn.Module):
 
         Keys: `engine`, the engine of the next call, "dense" or "tile"; `nonzeros`: nonzero activations per token;
         `fired`: fraction of neurons that were active for any token; `l1`: the value of `l1()`; `rest_calls`: 1 if the
-        nonzeros exceeded the lists of the tile engine, which makes a call much slower, else 0. Raises RuntimeError
+        nonzeros exceeded the lists of the tile engine, which makes some tokens slower, else 0. Raises RuntimeError
         before the first such call.
         """
         call = self._last()

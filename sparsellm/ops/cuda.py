@@ -40,9 +40,9 @@ def forward(
 
     y [M, K]; l1 0-d float32; fired bool [N]; counts int64 [COUNTS]; saved uint8: one buffer for `backward`, empty
     unless `saving`, whose length identifies the engine (`engine_of`). w_down_t [N, K]: w_down transposed, or None.
-    Weights are cast to the dtype of x. Without `counting`, the dense engine may skip the statistics: l1, fired and counts are then
-    empty. Raises ValueError if `saving` is true for the row engine, which has no backward, and for more tokens than the
-    tile engine supports.
+    Weights are cast to the dtype of x. Without `counting`, the dense engine may skip the statistics: l1, fired and
+    counts are then empty. Raises ValueError if `saving` is true for the row engine, which has no backward, and for more
+    tokens than the tile engine supports.
     """
     m, n = x.shape[0], w_down.shape[1]
     if plan.engine == Engine.row and saving:
@@ -134,7 +134,7 @@ def _called(name: str, *arguments: Any) -> Any:
 
 def engine_of(saved: Tensor) -> Engine:
     """The engine that filled a saved buffer. The buffer's length is a multiple of ALIGNMENT plus the engine's number,
-    plus 4 where the tile engine has ordered the tokens: 33,105,158 = 16 * 2,069,072 + 2 + 4 is the tile engine.
+    plus 4 where the tile engine has ordered the tokens: 33,170,694 = 16 * 2,073,168 + 2 + 4 is the tile engine.
 
     Raises ValueError for a length that no engine's buffer has.
     """

@@ -29,8 +29,8 @@ ENGINES = tuple(engine.name for engine in Engine)
 
 class Plan(NamedTuple):
     """engine: which engine computes. room: the capacity of the tile engine's lists, in nonzeros per token on average
-    over a call. A call with more nonzeros takes the overflow path, which is exact but slower, and adds 1 to
-    `rest_calls`."""
+    over a call. If a call has more nonzeros, its fullest token tiles take the overflow path, which is
+    exact but slower: `rest_calls` counts the call, `overflow_tiles` the tiles."""
 
     engine: Engine = Engine.dense
     room: int = ROOM
