@@ -60,7 +60,7 @@ struct Packed {
   int64_t* counters;    // [kCounters]; gate_pack counts the set bits of `mask` in kUnion
 };
 
-// Totals of a tile plan, int32 [10]: the counters of the forward pass's kernels. All totals are zero before the pass.
+// Totals of a tile plan, int32 [12]: the counters of the forward pass's kernels. All totals are zero before the pass.
 // After the pass, kItems is the number of items, kRest the number of tiles that left because the lists overflowed,
 // kRestTokens the number of their tokens, and all other totals are zero again.
 enum Total {
@@ -74,7 +74,7 @@ enum Total {
   kRestTokens = 7,
   kTilesToCount = 8,
   kTilesCounted = 9,
-  kTotals = 10
+  kTotals = 12
 };
 
 // The work list of the tile engine. tile/plan.cuh defines slots, blocks, items and places, and the fields of each int4.
@@ -93,7 +93,7 @@ struct TilePlan {
   int4* tiles;            // [MT] (number of slots, number of blocks, end of the first half, begin of the second half)
   int4* order;            // [MT] the tiles that have blocks, fullest first, then those that have none
   int4* items;            // [MT * NT] the work items of tile_up, those of the fullest tiles first
-  int32_t* totals;        // [10] Total
+  int32_t* totals;        // [12] Total
   int32_t* rest_tokens;   // [M] the tokens of the tiles that left, tile by tile, ascending; the overflow path computes
                           // them
   uint32_t* fullness;     // [2, MT] scratch of tile_plan if the lists overflow
