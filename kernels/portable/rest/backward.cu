@@ -21,6 +21,8 @@ using namespace rest;
 
 constexpr int kDz = 1, kDu = 2, kH = 4;  // a set of planes is a sum of these
 
+constexpr int kListed = 2 * kStages * kDepth;  // tokens of the steps of a sum over tokens, used in rotation
+
 // What a pass computes: which planes, and where each of them is.
 struct Pass {
   int planes;   // set of the planes that this pass computes
@@ -41,7 +43,7 @@ __device__ __forceinline__ Pass pass_of(bool gated, int passes, int index) {
 struct Problem {
   const RestBackward& p;
   uint32_t stages;
-  int* rows;  // shared memory, [kSide] tokens of a tile's rows
+  int *rows, *listed;  // shared memory, [kSide] tokens of a tile's rows, and [kListed] of a sum's steps
   int count;  // tokens
   bool gated;
 
@@ -56,17 +58,17 @@ struct Problem {
     uint32_t gs[32], us[32];  // pairs of bf16: g and u
     {
       Sums z = {};
-      multiply<false, false>(stages, z, k, p.x, listed_rows(bf16(p.x), k, rows), rows_from(bf16(p.w_gate), k, left, n));
+      multiply<false, false>(stages, z, k, listed_rows(bf16(p.x), k, rows), rows_from(bf16(p.w_gate), k, left, n));
       for_each_pair(z, [&](int, int, float low, float high, int i) { gs[i] = ptx::cvt_relu_bf16x2(low, high); });
     }
     if (gated) {
       Sums u = {};
-      multiply<false, false>(stages, u, k, p.x, listed_rows(bf16(p.x), k, rows), rows_from(bf16(p.w_up), k, left, n));
+      multiply<false, false>(stages, u, k, listed_rows(bf16(p.x), k, rows), rows_from(bf16(p.w_up), k, left, n));
       for_each_pair(u, [&](int, int, float low, float high, int i) { us[i] = ptx::cvt_bf16x2(low, high); });
     }
     Sums dh = {};
     if ((pass.planes & (kDz | kDu)) != 0) {
-      multiply<false, false>(stages, dh, k, p.x, listed_rows(bf16(p.dy), k, rows),
+      multiply<false, false>(stages, dh, k, listed_rows(bf16(p.dy), k, rows),
                              rows_from(bf16(p.w_down_t), k, left, n));
     }
     const float dl1 = *p.dl1;
@@ -99,10 +101,20 @@ struct Problem {
                                               int left) const {
     const int k = p.k, n = p.n;
     const int32_t* tokens = p.tokens;
+    const auto gathered = [&](int column, int row) {
+      return Chunk{matrix + static_cast<int64_t>(listed[row % kListed]) * k + left + column, left + column < k};
+    };
+    for (int row = threadIdx.x; row < min((kStages - 1) * kDepth, count); row += rest::kThreads) {
+      listed[row] = tokens[row];  // multiply begins with a barrier
+    }
+    const auto list = [&](int step) {  // may read up to three tokens behind the last one: memory is in units of 256 bytes
+      const int row = (step + kStages - 1) * kDepth + 4 * threadIdx.x;
+      if (threadIdx.x < kDepth / 4 && row < count) {
+        ptx::cp_async_16(ptx::smem_address(listed + row % kListed), tokens + row);
+      }
+    };
     Sums sum = {};
-    multiply<true, true>(stages, sum, count, p.x, columns_from(plane, n, top, n), [&](int column, int row) {
-      return left + column < k ? matrix + static_cast<int64_t>(tokens[row]) * k + left + column : nullptr;
-    });
+    multiply<true, true>(stages, sum, count, columns_from(plane, n, top, n), gathered, list);
     for_each_pair(sum, [&](int row, int column, float low, float high, int) {
       if (top + row >= n || left + column >= k) return;
       const int64_t at = static_cast<int64_t>(top + row) * k + left + column;
@@ -126,7 +138,7 @@ struct Problem {
 #pragma unroll 1
     for (int which = 0; which < (gated ? 2 : 1); ++which) {
       const Bf16* weights = which == 0 ? bf16(p.w_gate) : bf16(p.w_up);
-      multiply<false, true>(stages, sum, n, p.x, rows_from(plane(which == 0 ? pass.dz : pass.du), n, top, count),
+      multiply<false, true>(stages, sum, n, rows_from(plane(which == 0 ? pass.dz : pass.du), n, top, count),
                             columns_from(weights, k, left, k));
     }
     for_each_pair(sum, [&](int row, int column, float low, float high, int) {
@@ -140,9 +152,10 @@ struct Problem {
 __global__ void __launch_bounds__(rest::kThreads, 1) rest_backward_kernel(const RestBackward p) {
   extern __shared__ __align__(128) uint8_t raw[];
   __shared__ int rows[kSide];
+  __shared__ __align__(16) int listed[kListed];
   ptx::griddepcontrol_wait();
   if (p.totals[kRest] == 0) return;
-  const Problem problem = {p, ptx::smem_address(raw), rows, p.totals[kRestTokens], p.w_up != nullptr};
+  const Problem problem = {p, ptx::smem_address(raw), rows, listed, p.totals[kRestTokens], p.w_up != nullptr};
   const bool gated = problem.gated;
   const int down = tiles_of(problem.count), neurons = tiles_of(p.n), across = tiles_of(p.k);
   const int passes = passes_for(gated, problem.count, p.m);

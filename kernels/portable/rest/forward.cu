@@ -64,7 +64,7 @@ struct Problem {
     Sums u = {};
     const bool gated = p.w_up != nullptr;
     if (gated) {
-      multiply<false, false>(stages, u, k, p.x, listed_rows(bf16(p.x), k, rows), rows_from(bf16(p.w_up), k, left, n));
+      multiply<false, false>(stages, u, k, listed_rows(bf16(p.x), k, rows), rows_from(bf16(p.w_up), k, left, n));
     } else {
       __syncthreads();  // the tile of g has been written
     }
@@ -93,7 +93,7 @@ struct Problem {
     look_up_rows(rows, p.tokens, top, count);
     const int k = p.k, n = p.n;
     Sums sum = {};
-    multiply<false, true>(stages, sum, n, p.x, rows_from(bf16(p.plane), n, top - first, count - first),
+    multiply<false, true>(stages, sum, n, rows_from(bf16(p.plane), n, top - first, count - first),
                           columns_from(bf16(p.w_down_t), k, left, k));
     for_each_pair(sum, [&](int row, int column, float low, float high, int) {
       if (rows[row] < 0 || left + column >= k) return;

@@ -33,6 +33,13 @@ __device__ __forceinline__ float high_of(uint32_t pair) { return __uint_as_float
 __device__ __forceinline__ float rounded(float value) { return __bfloat162float(__float2bfloat16_rn(value)); }
 __host__ __device__ __forceinline__ int tiles_of(int64_t length) { return static_cast<int>((length + kSide - 1) / kSide); }
 
+// Eight values of an operand, contiguous in memory. If they are outside the matrix, they count as zero, and `from` is not
+// read.
+struct Chunk {
+  const Bf16* from;
+  bool exists;
+};
+
 // One operand of an output tile. Its "sides" are the tile's rows (of a) or columns (of b); a step has kSide of them,
 // times kDepth of the inner dimension. The layout in shared memory is that in global memory: if kSideFast, neighbouring
 // sides are contiguous; otherwise, neighbours in the inner dimension are.
@@ -40,16 +47,16 @@ template <bool kSideFast>
 struct Operand {
   static constexpr int kFast = kSideFast ? kSide : kDepth, kPitch = kFast + kPad;
 
-  // Starts copies of a step's operand to the shared address `to`, with zeros where the matrix ends. `at(side, k)`
-  // returns a pointer to 8 values that are contiguous in memory, or null outside the matrix; `any` is a valid pointer.
+  // Starts copies of a step's operand to the shared address `to`; at(side, k) is a Chunk. It may be called for k beyond
+  // depth.
   template <class At>
-  static __device__ __forceinline__ void copy(uint32_t to, int k0, int depth, const void* any, At at) {
+  static __device__ __forceinline__ void copy(uint32_t to, int k0, int depth, At at) {
 #pragma unroll
     for (int q = 0; q < kSide * kDepth / 8 / kThreads; ++q) {
       const int i = q * kThreads + threadIdx.x, fast = i % (kFast / 8) * 8, slow = i / (kFast / 8);
       const int side = kSideFast ? fast : slow, k = k0 + (kSideFast ? slow : fast);
-      const Bf16* from = k < depth ? at(side, k) : nullptr;
-      ptx::cp_async_16_or_zeros(to + (slow * kPitch + fast) * 2, from != nullptr ? from : any, from != nullptr ? 16 : 0);
+      const Chunk chunk = at(side, k);
+      ptx::cp_async_16_or_zeros(to + (slow * kPitch + fast) * 2, chunk.from, chunk.exists && k < depth ? 16 : 0);
     }
   }
   // Loads the four 8 x 8 matrices of sides [side, side + 16) and k [k, k + 16). If kByDepth, the two matrices of the
@@ -81,18 +88,24 @@ __device__ __forceinline__ void for_each_pair(const Sums& sum, Use use) {
   }
 }
 
-// sum += a b^T over k < depth. a(row, k) and b(column, k) point to values as `at` of Operand::copy does. Called by all
-// threads of a CTA. stages: shared address of kStagesBytes bytes.
-template <bool kRowsFast, bool kColumnsFast, class A, class B>
-__device__ __forceinline__ void multiply(uint32_t stages, Sums& sum, int depth, const void* any, A a, B b) {
+struct NothingAhead {
+  __device__ __forceinline__ void operator()(int) const {}
+};
+
+// sum += a b^T over k < depth. a(row, k) and b(column, k) are chunks of the operands. Called by all threads of a CTA.
+// stages: shared address of kStagesBytes bytes. ahead(step) may copy, by cp.async, what a and b read in shared memory
+// for step + kStages - 1; for earlier steps, it must be there.
+template <bool kRowsFast, bool kColumnsFast, class A, class B, class Ahead = NothingAhead>
+__device__ __forceinline__ void multiply(uint32_t stages, Sums& sum, int depth, A a, B b, Ahead ahead = {}) {
   using Left = Operand<kRowsFast>;
   using Right = Operand<kColumnsFast>;
   const int steps = (depth + kDepth - 1) / kDepth;
   const auto fetch = [&](int step) {
     if (step < steps) {
       const uint32_t to = stages + step % kStages * (2 * kOperandBytes);
-      Left::copy(to, step * kDepth, depth, any, a);
-      Right::copy(to + kOperandBytes, step * kDepth, depth, any, b);
+      Left::copy(to, step * kDepth, depth, a);
+      Right::copy(to + kOperandBytes, step * kDepth, depth, b);
+      ahead(step);
     }
     ptx::cp_async_commit_group();  // also without copies: groups are counted
   };
@@ -129,15 +142,15 @@ __device__ __forceinline__ void multiply(uint32_t stages, Sums& sum, int depth, 
 // An operand whose rows are those of `matrix` [.., pitch] at the listed tokens, from `top` on; inner dimension along a
 // row. rows: shared memory, the tokens of the tile's rows, -1 where there is none.
 __device__ __forceinline__ auto listed_rows(const Bf16* matrix, int64_t pitch, const int* rows) {
-  return [=](int row, int at) { return rows[row] >= 0 ? matrix + rows[row] * pitch + at : nullptr; };
+  return [=](int row, int at) { return Chunk{matrix + rows[row] * pitch + at, rows[row] >= 0}; };
 }
 // Sides [first, end) of `matrix` [.., pitch], inner dimension along a row.
 __device__ __forceinline__ auto rows_from(const Bf16* matrix, int64_t pitch, int first, int end) {
-  return [=](int side, int at) { return first + side < end ? matrix + (first + side) * pitch + at : nullptr; };
+  return [=](int side, int at) { return Chunk{matrix + (first + side) * pitch + at, first + side < end}; };
 }
 // Columns [first, end) of `matrix` [.., pitch], inner dimension down a column.
 __device__ __forceinline__ auto columns_from(const Bf16* matrix, int64_t pitch, int first, int end) {
-  return [=](int side, int at) { return first + side < end ? matrix + at * pitch + first + side : nullptr; };
+  return [=](int side, int at) { return Chunk{matrix + at * pitch + first + side, first + side < end}; };
 }
 
 // Writes the tokens of rows [top, top + kSide) of the list to shared memory. Called by all threads; a barrier follows
