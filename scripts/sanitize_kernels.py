@@ -7,8 +7,9 @@ Runs all parts unless some are named; few: cases of few tokens.
 Entries are small integers, so every engine must return the y and l1 of the reference on the CPU, bit for bit. A
 difference means that the sanitizer stopped a kernel, or that a kernel computes something else when it is slowed down.
 The backward part compares the gradients of the weights, bfloat16 and (rounded) float32, with enough capacity in the
-tile engine's lists, with so little that all token tiles leave the engine, and in float32 with a capacity for some. A layer contains the cases at which kernels branch: a token that fires almost
-no neuron, a token that fires every neuron, a neuron that fires for every token.
+tile engine's lists, with so little that all token tiles leave the engine, and in float32 with a capacity for some. A
+layer contains the cases at which kernels branch: a token that fires almost no neuron, a token that fires every neuron,
+a neuron that fires for every token.
 
 --without-products skips the dense engine's cuBLAS GEMMs, because under racecheck (2025.3, driver 580) any of them
 ends in an illegal access, whichever kernels are checked. Results that depend on them are then not compared.

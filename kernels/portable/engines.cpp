@@ -103,7 +103,8 @@ struct BackwardWorkspace {
   int64_t zeroed;                           // bytes at the start that must be zero before the pass
   uint32_t *dz, *du, *dz_by_neuron, *du_by_neuron, *h_by_neuron;
   float* partials;
-  void *operand, *second_operand;  // one after the other; later the planes of rest_backward
+  void *operand, *second_operand;
+  int64_t planes_bytes;  // of the memory from plan.at to the end of the operands, later the planes of rest_backward
   void* dw_down_t;  // [N, K]: dW_d by neuron; the last stage transposes it to dw_down
 
   BackwardWorkspace(Arena& arena, const TileShape& s, bool float_weights)
@@ -125,6 +126,7 @@ struct BackwardWorkspace {
     plan.starts = arena.take<uint32_t>(neuron_tiles * 2 * (tiles * 2 + 1));
     plan.tiles = arena.take<int4>(neuron_tiles);
     plan.order = arena.take<int4>(neuron_tiles + kSplitUnits);
+    const int64_t before_planes = arena.bytes();
     plan.at = arena.take<uint32_t>(s.capacity);
     plan.places = arena.take<uint16_t>(s.capacity);
     dz = arena.take<uint32_t>(s.capacity);
@@ -136,6 +138,7 @@ struct BackwardWorkspace {
     const int64_t places = neuron_tiles * tiles * kTokenTile * kTokenTile;  // number of values of an operand
     operand = arena.take<uint16_t>(places);
     if (s.gated) second_operand = arena.take<uint16_t>(places);
+    planes_bytes = arena.bytes() - before_planes;
     dw_down_t = arena.take_bytes(s.n * s.k * (float_weights ? 4 : 2));
   }
 };
@@ -392,7 +395,8 @@ cudaError_t tile_backward(const Layer& a, const TileShape& s, const void* dy, co
   rest.dw_up = dw_second;
   rest.dw_down_t = w.dw_down_t;
   rest.float_gradients = d.float_weights;
-  rest.planes = w.operand;
+  rest.planes = w.plan.at;
+  rest.planes_bytes = w.planes_bytes;
   rest.tickets = w.rest_tickets;
   rest.m = static_cast<int>(a.m);
   rest.k = static_cast<int>(a.k);

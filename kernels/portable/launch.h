@@ -264,7 +264,8 @@ struct RestBackward {
   const float* dl1;                        // [1]
   void *dx, *dw_gate, *dw_up, *dw_down_t;  // bf16, shaped like x and the weights
   bool float_gradients;                    // if true, the weights' gradients are float32
-  void* planes;                            // bf16, two planes (non-gated: one) of M, rounded up to whole tiles, times N
+  void* planes;                            // at least two planes (non-gated: one) of M x N values, bf16
+  int64_t planes_bytes;
   int32_t* tickets;                        // [2] tiles drawn, tiles done; zero before and after
   int m, k, n;
 };

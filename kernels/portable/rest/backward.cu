@@ -3,11 +3,10 @@
 // tile engine has already computed for all other tokens. It computes densely, from the inputs alone, by mma.sync; it
 // ends at once if no tile left. rest/product.cuh explains how CTAs share the work.
 //
-// The phases: dz, du and h of all these tokens; then all gradients from them. The three planes [tokens, N] are in the
-// memory of the operands by neuron (tile_operands), which nothing else uses any more. It holds two planes of M x N, one
-// in a non-gated layer. So if more than two thirds of the tokens (non-gated: half) are here, there are two passes: the
-// first computes h and, in a gated layer, dz, and the gradients dW_d and dW_g; the second the other plane in place of
-// h, and the gradients dW_u and dx.
+// The phases: dz, du and h of all these tokens; then all gradients from them. The planes [tokens, N] (non-gated: dz and
+// h) are in the memory of the nonzeros' gradients and of the operands by neuron, which nothing else uses any more. If
+// not all planes fit, there are two passes: the first computes h and, in a gated layer, dz, and the gradients dW_d and
+// dW_g; the second the other plane in place of h, and the gradients dW_u and dx.
 //
 // Numerics: as in sparsellm/ops/reference.py. Products are accumulated in float32 and rounded to bf16 once. A weight's
 // gradient is summed in float32 over these tokens, ascending in the list, and then added to what is there. Elementwise
@@ -29,10 +28,9 @@ struct Pass {
   int dz, du, h;  // which plane of the memory holds each
 };
 
-// The passes for `count` of m tokens: one if the memory holds all planes, else two.
-__device__ __forceinline__ int passes_for(bool gated, int64_t count, int64_t m) {
-  const int64_t padded = (m + kSide - 1) / kSide * kSide;
-  return (gated ? 3 * count <= 2 * padded : 2 * count <= padded) ? 1 : 2;
+// The passes for `count` tokens: one if the memory holds all planes, else two.
+__device__ __forceinline__ int passes_for(const RestBackward& p, bool gated, int64_t count) {
+  return (gated ? 3 : 2) * 2 * count * p.n <= p.planes_bytes ? 1 : 2;
 }
 __device__ __forceinline__ Pass pass_of(bool gated, int passes, int index) {
   if (passes == 1) return gated ? Pass{kDz | kDu | kH, 0, 1, 2} : Pass{kDz | kH, 0, 0, 1};
@@ -157,12 +155,16 @@ __global__ void __launch_bounds__(rest::kThreads, 1) rest_backward_kernel(const 
   if (p.totals[kRest] == 0) return;
   const Problem problem = {p, ptx::smem_address(raw), rows, listed, p.totals[kRestTokens], p.w_up != nullptr};
   const bool gated = problem.gated;
-  const int down = tiles_of(problem.count), neurons = tiles_of(p.n), across = tiles_of(p.k);
-  const int passes = passes_for(gated, problem.count, p.m);
-  // Each pass has two phases: its planes (even phases), then the gradients from them (odd phases). The gradients from
-  // one plane after the other are tiles [0, each), [each, 2 each), ...; the tiles of dx come last.
-  const int each = neurons * across;
-  const auto weights_in = [&](const Pass& pass) { return __popc(pass.planes) * each; };
+  // In shared memory, because no registers are left for values that are needed only between tiles.
+  __shared__ int down, neurons, across, passes;
+  if (threadIdx.x == 0) {
+    down = tiles_of(problem.count), neurons = tiles_of(p.n), across = tiles_of(p.k);
+    passes = passes_for(p, gated, problem.count);
+  }
+  __syncthreads();
+  // Each pass has two phases: its planes (even phases), then the gradients from them (odd phases): of the
+  // weights, from one plane after the other, and then dx.
+  const auto weights_in = [&](const Pass& pass) { return __popc(pass.planes) * neurons * across; };
   const auto tiles_in = [&](int phase) {
     if (phase % 2 == 0) return down * neurons;
     return weights_in(pass_of(gated, passes, phase / 2)) + (phase / 2 == passes - 1 ? down * across : 0);
@@ -173,6 +175,7 @@ __global__ void __launch_bounds__(rest::kThreads, 1) rest_backward_kernel(const 
       const Place at = place_of_tile(tile, down, neurons);
       problem.hidden(pass, at.row * kSide, at.column * kSide);
     } else if (tile < weights_in(pass)) {
+      const int each = neurons * across;
       const Place at = place_of_tile(tile % each, neurons, across);
       int which = pass.planes;  // the planes before this tile's are removed from the set
       for (int i = 0; i < tile / each; ++i) which &= which - 1;
