@@ -57,8 +57,8 @@ struct Layer {
 // What a forward pass returns. The kCounts entries of counts are:
 //   0  nonzeros of the gate
 //   1  segments of the packed gate whose nonzeros did not fit in their words
-//   2  1 if the call exceeded the capacity of the tile engine's lists, so that the slower overflow path computed some of
-//      its token tiles, else 0
+//   2  1 if the call exceeded the capacity of the tile engine's lists, so that the slower overflow path computed some
+//      of its token tiles, else 0
 //   3  neurons that fire in each token tile, summed over the tiles
 //   4  token tiles that the overflow path computed
 // `counts` must have counts_length() entries, because the kernels' own counters follow these.

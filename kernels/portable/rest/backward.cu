@@ -24,7 +24,7 @@ constexpr int kListed = 2 * kStages * kDepth;  // tokens of the steps of a sum o
 
 // What a pass computes: which planes, and where each of them is.
 struct Pass {
-  int planes;   // set of the planes that this pass computes
+  int planes;     // set of the planes that this pass computes
   int dz, du, h;  // which plane of the memory holds each
 };
 
@@ -100,12 +100,14 @@ struct Problem {
     const int k = p.k, n = p.n;
     const int32_t* tokens = p.tokens;
     const auto gathered = [&](int column, int row) {
-      return Chunk{matrix + static_cast<int64_t>(listed[row % kListed]) * k + left + column, left + column < k};
+      const int64_t token = row < count ? listed[row % kListed] : 0;
+      return Chunk{matrix + token * k + left + column, left + column < k};
     };
     for (int row = threadIdx.x; row < min((kStages - 1) * kDepth, count); row += rest::kThreads) {
       listed[row] = tokens[row];  // multiply begins with a barrier
     }
-    const auto list = [&](int step) {  // may read up to three tokens behind the last one: memory is in units of 256 bytes
+    // May read up to three words behind the last token: memory is in units of 256 bytes.
+    const auto list = [&](int step) {
       const int row = (step + kStages - 1) * kDepth + 4 * threadIdx.x;
       if (threadIdx.x < kDepth / 4 && row < count) {
         ptx::cp_async_16(ptx::smem_address(listed + row % kListed), tokens + row);
@@ -162,31 +164,31 @@ __global__ void __launch_bounds__(rest::kThreads, 1) rest_backward_kernel(const 
     passes = passes_for(p, gated, problem.count);
   }
   __syncthreads();
-  // Each pass has two phases: its planes (even phases), then the gradients from them (odd phases): of the
-  // weights, from one plane after the other, and then dx.
-  const auto weights_in = [&](const Pass& pass) { return __popc(pass.planes) * neurons * across; };
+  // Each pass has two phases: its planes (even phases), then the gradients from them (odd phases): dx, whose
+  // tiles take longest, in the last pass; then those of the weights, from one plane after the other.
+  const auto inputs_in = [&](int phase) { return phase / 2 == passes - 1 ? down * across : 0; };
   const auto tiles_in = [&](int phase) {
     if (phase % 2 == 0) return down * neurons;
-    return weights_in(pass_of(gated, passes, phase / 2)) + (phase / 2 == passes - 1 ? down * across : 0);
+    return inputs_in(phase) + __popc(pass_of(gated, passes, phase / 2).planes) * neurons * across;
   };
   run_phases(p.tickets, 2 * passes, tiles_in, [&](int phase, int tile) {
     const Pass pass = pass_of(gated, passes, phase / 2);
     if (phase % 2 == 0) {
       const Place at = place_of_tile(tile, down, neurons);
       problem.hidden(pass, at.row * kSide, at.column * kSide);
-    } else if (tile < weights_in(pass)) {
-      const int each = neurons * across;
-      const Place at = place_of_tile(tile % each, neurons, across);
+    } else if (const int inputs = inputs_in(phase); tile < inputs) {
+      const Place at = place_of_tile(tile, down, across);
+      problem.input_tile(pass, at.row * kSide, at.column * kSide);
+    } else {
+      const int each = neurons * across, index = tile - inputs;
+      const Place at = place_of_tile(index % each, neurons, across);
       int which = pass.planes;  // the planes before this tile's are removed from the set
-      for (int i = 0; i < tile / each; ++i) which &= which - 1;
+      for (int i = 0; i < index / each; ++i) which &= which - 1;
       which &= -which;
       // In a non-gated layer, dz is the gradient of the product with W_u, whose gradient is in dw_gate.
       void* dw = which == kDz ? p.dw_gate : which == kDu ? p.dw_up : p.dw_down_t;
       const Bf16* plane = problem.plane(which == kDz ? pass.dz : which == kDu ? pass.du : pass.h);
       problem.weight_tile(dw, plane, which == kH ? bf16(p.dy) : bf16(p.x), at.row * kSide, at.column * kSide);
-    } else {
-      const Place at = place_of_tile(tile - weights_in(pass), down, across);
-      problem.input_tile(pass, at.row * kSide, at.column * kSide);
     }
   });
 }

@@ -36,7 +36,9 @@ __device__ __forceinline__ void unpack(uint32_t gate, const Packed& packed, cons
   for (int i = 0; i < kShare; i += 8) {
     const int column = left + part * kShare + i;
     uint4 eight = make_uint4(0, 0, 0, 0);
-    if (wide && column < n) eight = *reinterpret_cast<const uint4*>(bf16(packed.wide) + static_cast<int64_t>(token) * n + column);
+    if (wide && column < n) {
+      eight = *reinterpret_cast<const uint4*>(bf16(packed.wide) + static_cast<int64_t>(token) * n + column);
+    }
     ptx::st_shared_v4(own + 2 * i, eight);
   }
   __syncwarp();  // a row's threads are in one warp

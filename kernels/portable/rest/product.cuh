@@ -14,12 +14,13 @@
 namespace sparsellm::rest {
 
 constexpr int kThreads = 256;
-constexpr int kSide = 128;   // an output tile is 128 x 128: 2 x 4 warps, 64 x 32 values each
-constexpr int kDepth = 64;   // inner dimension of one step
-constexpr int kStages = 4;   // steps whose operands are in shared memory or on their way
-constexpr int kPad = 8;      // values of padding per row in shared memory, so that neighbouring rows use different banks
-constexpr int kBandRows = 8; // tiles of a phase are drawn in bands of this many rows of tiles, down, then across, so
-                             // that the tiles in flight share rows of both operands in L2
+constexpr int kSide = 128;    // an output tile is 128 x 128: 2 x 4 warps, 64 x 32 values each
+constexpr int kDepth = 64;    // inner dimension of one step
+constexpr int kStages = 4;    // steps whose operands are in shared memory or on their way
+constexpr int kPad = 8;       // values of padding per row in shared memory, so that neighbouring rows use different
+                              // banks
+constexpr int kBandRows = 8;  // tiles of a phase are drawn in bands of this many rows of tiles, down, then across, so
+                              // that the tiles in flight share rows of both operands in L2
 
 using Bf16 = __nv_bfloat16;
 
@@ -31,10 +32,12 @@ __device__ __forceinline__ const Bf16* bf16(const void* pointer) { return static
 __device__ __forceinline__ float low_of(uint32_t pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high_of(uint32_t pair) { return __uint_as_float(pair & 0xffff0000); }
 __device__ __forceinline__ float rounded(float value) { return __bfloat162float(__float2bfloat16_rn(value)); }
-__host__ __device__ __forceinline__ int tiles_of(int64_t length) { return static_cast<int>((length + kSide - 1) / kSide); }
+__host__ __device__ __forceinline__ int tiles_of(int64_t length) {
+  return static_cast<int>((length + kSide - 1) / kSide);
+}
 
-// Eight values of an operand, contiguous in memory. If they are outside the matrix, they count as zero, and `from` is not
-// read.
+// Eight values of an operand, contiguous in memory. If they are outside the matrix, they count as zero, and `from` is
+// not read.
 struct Chunk {
   const Bf16* from;
   bool exists;
