@@ -176,7 +176,8 @@ def test_a_run_on_tile_plans_resumes_bit_for_bit(stopped_after, tmp_path, monkey
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("gated", ["true", "false"], ids=["gated", "nongated"])
 def test_a_step_on_tile_plans_learns_what_a_dense_step_learns(gated, tmp_path):
-    """So does a step whose lists overflow: rest_calls counts it, and the next decision gives them more capacity."""
+    """So does a step in which some tiles overflow: rest_calls and overflow_tiles count it, and the next decision gives
+    the lists more capacity."""
     sums, norms = {}, {}
     overrides = [*PLANNED, "model.hidden_size=256", "model.intermediate_size=5632", f"model.gated={gated}"]
     overrides += ["model.context_length=512", "training.sequence_length=512", "runtime.micro_batch_size=8"]
@@ -191,6 +192,7 @@ def test_a_step_on_tile_plans_learns_what_a_dense_step_learns(gated, tmp_path):
             batches = trainer.data.batches(None)
             sums[name], norms[name], _ = trainer.advance(batches)
             assert sums[name].rest_calls.tolist() == [int(name == "small room")] * 2
+            assert (sums[name].overflow_tiles > 0).tolist() == [name == "small room"] * 2
             for _ in range(2):
                 trainer.advance(batches)
             # the policy's capacity for 50 nonzeros per token
