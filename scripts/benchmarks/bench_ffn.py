@@ -328,7 +328,8 @@ def summary(results: list[dict]) -> None:
             if name not in (*BASES, *GATES):
                 line[name] = harness.cell(row.get("speedup"), ".2f")
         line["auto"] = f"{result['auto']} {line.pop('auto: ' + result['auto'])}"
-        line["overflow tiles"] = f"{by['tile'].get('overflow_tiles', '-')}"
+        if "overflow_tiles" in by["tile"]:
+            line["overflow tiles"] = f"{by['tile']['overflow_tiles']}"
         line["worst error"] = f"{torch.tensor(ratios).max():.2f}" if ratios else "-"  # NaN if any ratio is NaN
         if result["training"]:
             line["saved MiB: dense"] = harness.cell(dense.get("saved_mib"), ".0f")
