@@ -201,7 +201,7 @@ def test_what_is_not_a_number_fires_and_zero_times_infinity_does_not():
     assert not any(found.any() for found in (counts, fired, l1))
     x[1] = torch.nan
     y, l1, fired, counts, _ = engines.forward(x, None, w, torch.ones((16, 40)), Plan.of("tile"), None, False)
-    assert counts.tolist() == [40, 0, 0, 40]
+    assert counts.tolist() == [40, 0, 0, 40, 0]
     assert all(found.all() for found in (fired, l1.isnan(), y[1].isnan()))
 
 
