@@ -580,14 +580,11 @@ def test_a_picture_shows_the_rows_of_its_file():
         names = re.findall(r"\]\(([\w.]+)\)", cell)
         assert names, f"{picture} has no file"
         if picture != "gains.png":  # test_readme.py has its test
-<<<<<<< HEAD
-            shown = {name: run["rows"] for name, run in runs_of(names[0]).items() if name not in left_out.split(", ")}
-=======
             if names[0].endswith(".jsonl"):
-                shown = {name: run["rows"] for name, run in runs_of(names[0]).items() if name != left_out}
+                out = left_out.split(", ")
+                shown = {name: run["rows"] for name, run in runs_of(names[0]).items() if name not in out}
             else:
                 shown = {name: file(name)["results"] for name in names}
->>>>>>> 55279b4 (RESULTS: the cost of overflow against the share of heavy tokens, with figure and files; LOG: measured)
             with Image.open(ROOT / "docs" / picture) as image:
                 assert image.info["Source"] == checksum(shown), f"{picture} has other rows than {names[0]}"
 
