@@ -40,6 +40,14 @@ struct Float8Gate {
   const float* w_scales;  // [N]
 };
 
+// The scales of e4m3 weights [N, K] of a layer whose x is bf16: neuron n's row of a weight is its scale times its e4m3
+// values. A row of w_down_t has no scale of its own. Because y is linear in h, its scale is a factor of another: of the
+// multiplier's, or of the thresholded weight's in a non-gated layer. So h and l1 are divided by the rows' scales.
+struct Float8Scales {
+  const float* thresholded;  // [N] of Layer::thresholded()
+  const float* multiplier;   // [N] of Layer::multiplier(), or null
+};
+
 // One call of a layer. Gated: h = relu(x w_gate^T) * (x w_up^T). Non-gated (w_gate null): h = relu(x w_up^T).
 struct Layer {
   const void* x;         // bf16 [M, K]
@@ -48,6 +56,8 @@ struct Layer {
   const void* w_down_t;  // bf16 [N, K]: W_d stored by neuron
   int64_t m, k, n;
   const Float8Gate* float8 = nullptr;  // if not null, tile_forward computes the thresholded product from these
+  // If not null, row_forward reads e4m3 weights; M is at most kFewTokens, and K at most 4,096 and a multiple of 16.
+  const Float8Scales* scales = nullptr;
 
   bool gated() const { return w_gate != nullptr; }
   const void* thresholded() const { return gated() ? w_gate : w_up; }  // the weight whose product passes the ReLU

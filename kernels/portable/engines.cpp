@@ -230,7 +230,7 @@ int64_t row_counts_length(int64_t m, int64_t n) {
 
 cudaError_t pack(const void* x, const void* w, int64_t m, int64_t k, int64_t n, const PackedGate& out,
                  cudaStream_t stream) {
-  return gate_pack(x, w, m, k, n, {out.words, out.wide, out.mask, out.row_counts, out.fired, out.counts}, kCountsLength,
+  return gate_pack(x, w, nullptr, m, k, n, {out.words, out.wide, out.mask, out.row_counts, out.fired, out.counts}, kCountsLength,
                    false, stream);
 }
 
@@ -255,12 +255,13 @@ cudaError_t row_forward(const Layer& a, const Multiply& multiply, void* workspac
   const Packed packed = lay_out_packed(arena, a.m, a.n, result);
   void* own = arena.take_bytes(row_workspace(a.m, a.k, a.n));
   if (packs_product(a.m)) {
+    if (a.scales != nullptr) return cudaErrorInvalidValue;
     multiply({a.x, a.m, a.k, false}, {a.thresholded(), a.k, a.n, true}, packed.wide, false);
     SPARSELLM_TRY(pack_product(packed, a.m, a.n, kCountsLength, stream));
   } else {
-    SPARSELLM_TRY(gate_pack(a.x, a.thresholded(), a.m, a.k, a.n, packed, kCountsLength, true, stream));
+    SPARSELLM_TRY(gate_pack(a.x, a.thresholded(), a.scales, a.m, a.k, a.n, packed, kCountsLength, true, stream));
   }
-  return row_ffn(a.x, a.multiplier(), a.w_down_t, a.m, a.k, a.n, packed, own, tickets_of(result.counts), result.l1,
+  return row_ffn(a.x, a.multiplier(), a.w_down_t, a.scales, a.m, a.k, a.n, packed, own, tickets_of(result.counts), result.l1,
                  result.y, stream);
 }
 
@@ -318,7 +319,7 @@ cudaError_t tile_forward(const Layer& a, const TileShape& s, void* workspace, vo
   if (a.float8 != nullptr) {
     SPARSELLM_TRY(gate_pack_float8(*a.float8, a.m, a.k, a.n, w.packed, kCountsLength, stream));
   } else {
-    SPARSELLM_TRY(gate_pack(a.x, a.thresholded(), a.m, a.k, a.n, w.packed, kCountsLength, false, stream));
+    SPARSELLM_TRY(gate_pack(a.x, a.thresholded(), nullptr, a.m, a.k, a.n, w.packed, kCountsLength, false, stream));
   }
   SPARSELLM_TRY(pack_rows(w.packed, a.m, a.n, plan, stream));
   if (s.ordered) {

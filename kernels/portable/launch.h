@@ -113,11 +113,12 @@ cudaError_t token_order(const uint32_t* rows, const int32_t* row_counts, int64_t
 // engine's later stages find their scratch already zeroed.
 // for_row: the next stage is row_ffn, with the same M and K. If, in addition, row_ffn_counts(M, K) is true, gate_pack
 // counts nothing: row_counts is undefined, and row_ffn writes the counters.
+// float8: if not null, w is e4m3 with the scales float8->thresholded; for up to kFewTokens tokens, K a multiple of 16.
 constexpr bool row_ffn_counts(int64_t m, int64_t k) { return m <= kCountedTokens && k <= 4096; }
-cudaError_t gate_pack(const void* x, const void* w, int64_t m, int64_t k, int64_t n, const Packed& out, int64_t zeroed,
-                      bool for_row, cudaStream_t stream);
+cudaError_t gate_pack(const void* x, const void* w, const Float8Scales* float8, int64_t m, int64_t k, int64_t n,
+                      const Packed& out, int64_t zeroed, bool for_row, cudaStream_t stream);
 
-// The same for e4m3 operands with scales; K is a multiple of 16, and x and w are 16-byte aligned.
+// The same where x is e4m3 too; K is a multiple of 16, and x and w are 16-byte aligned.
 cudaError_t gate_pack_float8(const Float8Gate& gate, int64_t m, int64_t k, int64_t n, const Packed& out, int64_t zeroed,
                              cudaStream_t stream);
 
@@ -232,11 +233,13 @@ cudaError_t tile_weights(const WeightGradient& a, cudaStream_t stream);
 // The row engine: y [M, K] and l1 (float32 [1]) from the packed gate, row by row. Without w_up the layer is non-gated,
 // and x is not read. workspace: row_workspace(m, k, n) bytes, 16-byte aligned, contents undefined. tickets: int32
 // [kRowTickets], zero before and after. If row_ffn_counts(M, K) is true, row_ffn does not read row_counts, and writes
-// packed.counters itself.
+// packed.counters itself. float8: if not null, the weights are e4m3 with these scales, and row_ffn_counts(M, K) must be
+// true.
 constexpr int kRowTickets = 640;
 int64_t row_workspace(int64_t m, int64_t k, int64_t n);
-cudaError_t row_ffn(const void* x, const void* w_up, const void* w_down_t, int64_t m, int64_t k, int64_t n,
-                    const Packed& packed, void* workspace, int32_t* tickets, float* l1, void* y, cudaStream_t stream);
+cudaError_t row_ffn(const void* x, const void* w_up, const void* w_down_t, const Float8Scales* float8, int64_t m,
+                    int64_t k, int64_t n, const Packed& packed, void* workspace, int32_t* tickets, float* l1, void* y,
+                    cudaStream_t stream);
 
 // The overflow path: y and l1 of the tokens of the tiles that left the tile engine, densely; does nothing if there are
 // none. Adds to l1 what tile_up has written for all other tokens.

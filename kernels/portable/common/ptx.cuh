@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <cuda.h>
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 namespace sparsellm::ptx {
@@ -388,6 +389,22 @@ __device__ __forceinline__ uint16_t cvt_e4m3x2(float low, float high) {
   uint16_t r;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(high), "f"(low));
   return r;
+}
+
+// The four e4m3 values of a word, as pairs of floats or of bf16 values; both hold them exactly.
+__device__ __forceinline__ void unpack_e4m3x4(uint32_t four, float2& low, float2& high) {
+  uint32_t of_low, of_high;
+  asm("{\n .reg .b16 low, high;\n mov.b32 {low, high}, %2;\n"
+      " cvt.rn.f16x2.e4m3x2 %0, low;\n cvt.rn.f16x2.e4m3x2 %1, high;\n}"
+      : "=r"(of_low), "=r"(of_high)
+      : "r"(four));
+  low = __half22float2(reinterpret_cast<const __half2&>(of_low));
+  high = __half22float2(reinterpret_cast<const __half2&>(of_high));
+}
+__device__ __forceinline__ uint2 bf16x4_of_e4m3x4(uint32_t four) {
+  float2 low, high;
+  unpack_e4m3x4(four, low, high);
+  return {cvt_bf16x2(low.x, low.y), cvt_bf16x2(high.x, high.y)};
 }
 
 // Like cvt_bf16x2 of max(low, 0) and max(high, 0); NaN stays NaN.

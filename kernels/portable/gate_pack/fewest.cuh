@@ -7,6 +7,9 @@
 // sums. x is read once per cluster: each CTA copies its share of the tokens to all four CTAs, one round (512 columns of
 // k) at a time. At the end, each CTA adds its warps' sums in order and sends them as bf16 to the shared memory of the
 // cluster's first CTA, which packs them. Numerics: as in the kernel for many tokens.
+//
+// kFloat8: w is e4m3 with a scale per neuron. A lane's 16 bytes of a row are then 16 columns instead of eight, and are
+// converted to bf16, which is exact, right before they are multiplied. The scales multiply the sums of all warps.
 #pragma once
 
 #include "common/pipeline.cuh"
@@ -23,14 +26,16 @@ constexpr int kFeedingWarp = kWarps;  // one additional warp, which fetches x
 constexpr int kThreads = 32 * (kWarps + 1);
 constexpr int kCluster = 4;
 constexpr int kNeurons = kColumnTile / kCluster;
-constexpr int kDepth = 4;          // pieces in flight per warp. A piece is 32 columns of k for all neurons of the CTA
+constexpr int kDepth = 4;          // pieces in flight per warp. A piece is 64 bytes of each row of the CTA's neurons
 constexpr uint32_t kCopied = 512;  // bytes that a warp copies at once: 64 bytes of each of eight rows, 16 per lane
 constexpr int kNeuronCopies = kNeurons / 8;
 constexpr uint32_t kPiece = kNeuronCopies * kCopied;
 constexpr uint32_t kOfWarp = kDepth * kPiece;
-constexpr int kRound = 64 * kWarps;                // columns of k per round: each warp has two pieces
-constexpr uint32_t kTokenPitch = kRound * 2 + 64;  // bytes between tokens. The padding lets 64 bytes of two rows use
-                                                   // all banks
+constexpr int kRound = 64 * kWarps;  // columns of k per round: each warp has two pieces, or one if kFloat8
+// Bytes between tokens. The padding lets what eight lanes read of two rows at once use all banks: 64 contiguous bytes
+// of each or, if kFloat8, 16 of every 32 bytes.
+template <bool kFloat8>
+constexpr uint32_t kTokenPitch = kRound * 2 + (kFloat8 ? 16 : 64);
 // Shared memory holds x for three rounds of 16 tokens or, if there are fewer tokens, for up to kSlots rounds.
 constexpr int kTokenRows = 3 * kFewestTokens;
 constexpr int kSlots = 8;
@@ -47,7 +52,7 @@ using FewestPipeline = Pipeline<kSlots, kCluster>;
 
 struct Shared {
   uint4 pieces[kWarps * kOfWarp / 16];
-  uint4 tokens[kTokenRows * kTokenPitch / 16];  // [slots, m] rows: x of the rounds in flight
+  uint4 tokens[kTokenRows * kTokenPitch<false> / 16];  // [slots, m] rows: x of the rounds in flight
   uint4 tile[kFewestTokens * kPitch / 16];      // [m] rows of 256 columns; used in rank 0
   FewestPipeline::Storage pipeline;             // a stage is x of a round
   uint64_t finished;                            // barrier in rank 0: the tile has arrived
@@ -55,15 +60,19 @@ struct Shared {
   Sums totals;
 };
 static_assert(sizeof(Shared) <= kMaxSharedBytes, "Shared must fit in one CTA's shared memory");
-static_assert(kDepth % 2 == 0, "kDepth must be even: each round takes two slots, one per half");
+static_assert(kDepth % 2 == 0, "kDepth must be even: a round takes two slots, one per half");
 static_assert(kFewestTokens * kSumPitch * sizeof(float) <= kOfWarp, "a warp's sums must fit in place of its pieces");
 
-// One CTA. Arrays in registers are locals of functions: if they were members, the members next to them would stay in
+// One CTA. kFloat8: w is e4m3. Arrays in registers are locals of functions: if they were members, the members next to them would stay in
 // local memory until loops are unrolled.
+template <bool kFloat8>
 struct FewestCta {
+  static constexpr int kHalves = kFloat8 ? 1 : 2;    // pieces per warp and round
+  static constexpr int kColumns = kFloat8 ? 16 : 8;  // columns of a lane's 16 bytes of a row
+  static constexpr uint32_t kTokenPitch = fewest::kTokenPitch<kFloat8>;
   Shared& shared;
   const __nv_bfloat16* x;
-  const __nv_bfloat16* w;
+  const void* w;
   int m;
   int64_t n;
   int k, slots;
@@ -78,8 +87,8 @@ struct FewestCta {
   int rounds;
   FewestPipeline::State state;  // its stage is the current slot of x
 
-  __device__ __forceinline__ FewestCta(Shared& shared, const __nv_bfloat16* x, const __nv_bfloat16* w, int m, int64_t n,
-                                       int k, int slots, const Packed& out)
+  __device__ __forceinline__ FewestCta(Shared& shared, const __nv_bfloat16* x, const void* w, int m, int64_t n, int k,
+                                       int slots, const Packed& out)
       : shared(shared),
         x(x),
         w(w),
@@ -135,12 +144,12 @@ struct FewestCta {
     __syncwarp();
   }
 
-  // A piece has 64 bytes of k of each row. Lane l loads 16 of these bytes: chunk l % 4 of row l / 4 of eight rows, both
-  // of tokens and of neurons. mma.sync expects other columns of k in this lane. That does not matter: both operands
-  // have the same columns in the same positions, so the same products are summed. A warp has two neighbouring pieces of
+  // A piece has 64 bytes of k of each row. Lane l loads 16 of these bytes: chunk l % 4 of row l / 4 of eight neurons,
+  // and the same columns of eight tokens. mma.sync expects other columns of k in this lane. That does not matter: both operands
+  // have the same columns in the same positions, so the same products are summed. A warp has neighbouring pieces of
   // each round.
   __device__ __forceinline__ uint32_t column_of(int round, int half) const {
-    return round * kRound + warp * 64 + half * 32 + lane % 4 * 8;
+    return round * kRound + warp * 64 + half * 32 + lane % 4 * kColumns;
   }
 
   // Requests this lane's part of a piece of w, for all neurons of the CTA.
@@ -149,7 +158,8 @@ struct FewestCta {
       const int from = column_of(round, half);
 #pragma unroll
       for (int j = 0; j < kNeuronCopies; ++j) {
-        ptx::cp_async_row_16(to + j * kCopied, w + from, neuron + 8 * j + lane / 4, row_bytes,
+        ptx::cp_async_row_16(to + j * kCopied, static_cast<const char*>(w) + from * (16 / kColumns),
+                             neuron + 8 * j + lane / 4, kFloat8 ? k : row_bytes,
                              from < k && neuron + 8 * j < n ? 16 : 0);
       }
     }
@@ -159,7 +169,16 @@ struct FewestCta {
   // The address of this lane's chunk of a token's row in slot 0. For a token >= m, this is the row of the last token:
   // the sums of such a token are never read.
   __device__ __forceinline__ uint32_t row_of(int token) const {
-    return tokens + min(token, m - 1) * kTokenPitch + warp * 128 + lane % 4 * 16;
+    return tokens + min(token, m - 1) * kTokenPitch + warp * 128 + lane % 4 * (2 * kColumns);
+  }
+
+  // kFloat8: reads the scales of the eight neurons whose sums this thread adds in add_warps.
+  static_assert(kThreads % (kNeurons / 8) == 0, "a thread must add sums of the same neurons for each token");
+  __device__ __forceinline__ void read_scales(const float* scales, float4 (&eight)[2]) const {
+    const uint32_t first = neuron + threadIdx.x % (kNeurons / 8) * 8;
+    if (first >= n) return;
+    eight[0] = __ldg(reinterpret_cast<const float4*>(scales + first));
+    eight[1] = __ldg(reinterpret_cast<const float4*>(scales + first) + 1);
   }
 
   // The role of the other warps: each computes all products over its own columns of k in float32, and writes them to
@@ -167,7 +186,7 @@ struct FewestCta {
   __device__ __forceinline__ void multiply(float* sums) {
     const uint32_t mine = ptx::smem_address(shared.pieces) + warp * kOfWarp + 16 * lane;
 #pragma unroll
-    for (int i = 0; i < kDepth; ++i) fetch(i / 2, i % 2, mine + i * kPiece);
+    for (int i = 0; i < kDepth; ++i) fetch(i / kHalves, i % kHalves, mine + i * kPiece);
     ptx::cluster_wait();  // wait until all CTAs have initialized their barriers
 
     const uint32_t low_row = row_of(lane / 4), high_row = row_of(8 + lane / 4);
@@ -176,21 +195,42 @@ struct FewestCta {
     for (int round = 0; round < rounds; ++round, state.advance(slots)) {
       pipeline.consumer_wait(state);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
+      for (int half = 0; half < kHalves; ++half) {
         ptx::cp_async_wait_group<kDepth - 1>();
         uint4 b[kNeuronCopies], low = {}, high = {};  // low: tokens 0..7, high: tokens 8..15; zeros beyond column k
 #pragma unroll
         for (int j = 0; j < kNeuronCopies; ++j) b[j] = ptx::ld_shared_v4(stage + j * kCopied);
+        uint4 low_8 = {}, high_8 = {};  // kFloat8: the lane's other eight columns
         if (column_of(round, half) < k) {
           const uint32_t at = state.stage * m * kTokenPitch + half * 64;
           low = ptx::ld_shared_v4(low_row + at);
           high = ptx::ld_shared_v4(high_row + at);
+          if constexpr (kFloat8) {
+            low_8 = ptx::ld_shared_v4(low_row + at + 16);
+            high_8 = ptx::ld_shared_v4(high_row + at + 16);
+          }
         }
+        const auto multiply = [&](const uint32_t(&tokens)[4], auto first, auto second) {
 #pragma unroll
-        for (int j = 0; j < kNeuronCopies; ++j) ptx::mma_16x8x16(d[j], {low.x, high.x, low.y, high.y}, b[j].x, b[j].y);
+          for (int j = 0; j < kNeuronCopies; ++j) ptx::mma_16x8x16(d[j], tokens, b[j].*first, b[j].*second);
+        };
+        const auto multiply_e4m3 = [&](const uint32_t(&tokens)[4], auto word) {
 #pragma unroll
-        for (int j = 0; j < kNeuronCopies; ++j) ptx::mma_16x8x16(d[j], {low.z, high.z, low.w, high.w}, b[j].z, b[j].w);
-        fetch(round + kDepth / 2, half, stage);
+          for (int j = 0; j < kNeuronCopies; ++j) {
+            const uint2 four = ptx::bf16x4_of_e4m3x4(b[j].*word);
+            ptx::mma_16x8x16(d[j], tokens, four.x, four.y);
+          }
+        };
+        if constexpr (kFloat8) {
+          multiply_e4m3({low.x, high.x, low.y, high.y}, &uint4::x);
+          multiply_e4m3({low.z, high.z, low.w, high.w}, &uint4::y);
+          multiply_e4m3({low_8.x, high_8.x, low_8.y, high_8.y}, &uint4::z);
+          multiply_e4m3({low_8.z, high_8.z, low_8.w, high_8.w}, &uint4::w);
+        } else {
+          multiply({low.x, high.x, low.y, high.y}, &uint4::x, &uint4::y);
+          multiply({low.z, high.z, low.w, high.w}, &uint4::z, &uint4::w);
+        }
+        fetch(round + kDepth / kHalves, half, stage);
         stage += kPiece;
         if (stage == mine + kOfWarp) stage = mine;
       }
@@ -210,7 +250,7 @@ struct FewestCta {
   }
 
   // Adds the warps' sums in order, and sends the results as bf16 to the tile of the cluster's first CTA.
-  __device__ __forceinline__ void add_warps(const float* sums, uint32_t tile) const {
+  __device__ __forceinline__ void add_warps(const float* sums, uint32_t tile, const float4 (&scales)[2]) const {
     for (int i = threadIdx.x; i < m * (kNeurons / 8); i += kThreads) {
       const int token = i / (kNeurons / 8), octet = i % (kNeurons / 8);
       const float4* parts = reinterpret_cast<const float4*>(sums + token * kSumPitch) + 2 * octet;
@@ -222,6 +262,10 @@ struct FewestCta {
       for (int p = 1; p < kWarps; ++p) {
         add(low, parts[p * (kOfWarp / sizeof(float4))]);
         add(high, parts[p * (kOfWarp / sizeof(float4)) + 1]);
+      }
+      if constexpr (kFloat8) {
+        low.x *= scales[0].x, low.y *= scales[0].y, low.z *= scales[0].z, low.w *= scales[0].w;
+        high.x *= scales[1].x, high.y *= scales[1].y, high.z *= scales[1].z, high.w *= scales[1].w;
       }
       const uint4 eight = {ptx::cvt_relu_bf16x2(low.x, low.y), ptx::cvt_relu_bf16x2(low.z, low.w),
                            ptx::cvt_relu_bf16x2(high.x, high.y), ptx::cvt_relu_bf16x2(high.z, high.w)};
@@ -255,17 +299,20 @@ struct FewestCta {
   }
 };
 
+template <bool kFloat8>
 __global__ void __launch_bounds__(kThreads, 1)
-    gate_pack_fewest_kernel(const __nv_bfloat16* x, const __nv_bfloat16* w, int m, int64_t n, int k, int slots,
-                            const Packed out, int zeroed) {
+    gate_pack_fewest_kernel(const __nv_bfloat16* x, const void* w, int m, int64_t n, int k, int slots, const Packed out,
+                            int zeroed, const float* scales) {
   extern __shared__ uint4 raw[];
-  FewestCta cta(*reinterpret_cast<Shared*>(raw), x, w, m, n, k, slots, out);
+  FewestCta<kFloat8> cta(*reinterpret_cast<Shared*>(raw), x, w, m, n, k, slots, out);
   float* sums = reinterpret_cast<float*>(cta.shared.pieces);  // at the end, each warp's sums: [tokens, kSumPitch]
   if (cta.warp == kFeedingWarp) cta.init();
   ptx::cluster_arrive_relaxed();
   ptx::griddepcontrol_wait();
   // The next kernel may start only after the wait, because it relies on all kernels before gate_pack being done.
   ptx::griddepcontrol_launch_dependents();
+  float4 scales_of_eight[2];
+  if constexpr (kFloat8) cta.read_scales(scales, scales_of_eight);
   if (cta.warp == kFeedingWarp) {
     cta.feed(zeroed);
   } else {
@@ -273,25 +320,25 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
   const uint32_t tile = ptx::smem_address(cta.shared.tile);
-  cta.add_warps(sums, tile);
+  cta.add_warps(sums, tile, scales_of_eight);
   if (cta.rank == 0) cta.pack(tile, zeroed == 0);
 }
 
 }  // namespace fewest
 
-// zeroed: see gate_pack_small.
-inline cudaError_t gate_pack_fewest(const void* x, const void* w, int64_t m, int64_t k, int64_t n, const Packed& out,
-                                    int64_t zeroed, cudaStream_t stream) {
+// scales: null if w is bf16. zeroed: see gate_pack_small.
+inline cudaError_t gate_pack_fewest(const void* x, const void* w, const float* scales, int64_t m, int64_t k, int64_t n,
+                                    const Packed& out, int64_t zeroed, cudaStream_t stream) {
   using namespace fewest;
+  const auto kernel = scales == nullptr ? gate_pack_fewest_kernel<false> : gate_pack_fewest_kernel<true>;
   const cudaError_t error =  // optional, but all timings were taken with it
-      cudaFuncSetAttribute(reinterpret_cast<const void*>(gate_pack_fewest_kernel),
+      cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                            cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
   if (error != cudaSuccess) return error;
   const int slots = m * kSlots < kTokenRows ? kSlots : kTokenRows / static_cast<int>(m);
-  return launch_early(gate_pack_fewest_kernel, ceil_div(n, kColumnTile) * kCluster, fewest::kThreads,
-                      sizeof(fewest::Shared), kCluster, stream, static_cast<const __nv_bfloat16*>(x),
-                      static_cast<const __nv_bfloat16*>(w), static_cast<int>(m), n, static_cast<int>(k), slots, out,
-                      static_cast<int>(zeroed));
+  return launch_early(kernel, ceil_div(n, kColumnTile) * kCluster, fewest::kThreads, sizeof(fewest::Shared), kCluster,
+                      stream, static_cast<const __nv_bfloat16*>(x), w, static_cast<int>(m), n, static_cast<int>(k),
+                      slots, out, static_cast<int>(zeroed), scales);
 }
 
 }  // namespace sparsellm

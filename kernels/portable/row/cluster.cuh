@@ -28,6 +28,8 @@
 // fewer warps wait for one another at the end of a row, and fewer warps have no nonzero in the last round of a row.
 #pragma once
 
+#include <type_traits>
+
 #include "row/counts.cuh"
 
 namespace sparsellm::row {
@@ -57,16 +59,19 @@ struct ClusterArguments : RowArguments {
   float* partials;  // the pieces' sums. Rows dealt: [m + clusters, k], the rows' first pieces, then all other pieces.
                     // With runs: [clusters, 2, k], for each run the piece of its first row, if that row began in an
                     // earlier run, and the piece of its last row, if that row continues in the next run
+  const float* scales;  // kFloat8 and gated: [N] each neuron's scale (engines.h: Float8Scales)
 };
 
 // One CTA in a cluster of kCluster CTAs; a chunk is kCluster nonzeros. kFull: k is 256 kVectors, the largest k that
 // fits. kDealt: for few tokens; rows are dealt to the clusters by their lengths, long rows are cut, and this kernel
-// computes the counts. All threads of the CTA call all methods, unless a method's comment says otherwise. Arrays in
-// registers are locals, passed by reference: if they were members, the members next to them would stay in local memory
-// until loops are unrolled.
-template <int kCluster, int kWarps, int kVectors, bool kFull, bool kGated, bool kDealt>
+// computes the counts. kFloat8: weights are e4m3. All threads of the CTA call all methods, unless a method's comment
+// says otherwise. Arrays in registers are locals, passed by reference: if they were members, the members next to them
+// would stay in local memory until loops are unrolled.
+template <int kCluster, int kWarps, int kVectors, bool kFull, bool kGated, bool kDealt, bool kFloat8>
 struct ClusterCta {
-  static constexpr int kSlices = kVectors / kCluster;    // 16-byte vectors of y per lane
+  using Eight = std::conditional_t<kFloat8, uint2, uint4>;  // a vector of weights
+  static constexpr uint32_t kEightBytes = sizeof(Eight);
+  static constexpr int kSlices = kVectors / kCluster;    // vectors of eight columns of y per lane
   static constexpr uint32_t kRound = kWarps * kCluster;  // nonzeros of a row that a CTA's warps process at once, one
                                                          // chunk each
   // A row with at most this many nonzeros, or at most a cluster's share of all nonzeros, is not cut.
@@ -75,8 +80,8 @@ struct ClusterCta {
   static constexpr int kAdders = 64 * kSlices;  // threads that add the warps' sums, half a vector per thread
   static constexpr int kAdderBarrier = 1;       // named barrier of the adders; barrier 0 is __syncthreads
   static_assert(kClusterListed % kRound == 0, "a list must end where a chunk ends");
-  using Up = uint4[kVectors];             // this lane's vectors of a row of W_u
-  using Down = uint4[kCluster][kSlices];  // this lane's vectors, in the CTA's columns, of the W_d rows of a chunk
+  using Up = Eight[kVectors];             // this lane's vectors of a row of W_u
+  using Down = Eight[kCluster][kSlices];  // this lane's vectors, in the CTA's columns, of the W_d rows of a chunk
   using UnitSums = float[kSlices][8];     // this lane's sums of y, in the CTA's columns
 
   // Warps with a task in addition to their nonzeros. The last warps have the fewest nonzeros, so they fetch the next
@@ -124,7 +129,7 @@ struct ClusterCta {
   int warp;
   uint32_t lane, rank;
   int cluster, clusters;
-  int vectors;         // number of 16-byte vectors per row
+  int vectors;         // number of vectors of eight columns per row
   int slice;           // number of vectors per CTA; this CTA's first vector is slice * rank
   int units = 0;       // number of units; with runs, this is the number of rows
   uint32_t share = 0;  // the length of a run
@@ -383,17 +388,19 @@ struct ClusterCta {
     return begins_here(unit + 1) ? unit + 1 : units;
   }
 
-  // The address of 16-byte vector `vector` in the weight row of a packed word's neuron.
-  __device__ __forceinline__ const uint4* weights_of(const __nv_bfloat16* weights, uint32_t word,
-                                                     uint32_t vector) const {
-    const uint32_t at = (word & 0xffff) * (16 * vectors) + 16 * vector;  // offset in bytes, less than 2^30
-    return reinterpret_cast<const uint4*>(reinterpret_cast<const char*>(weights) + at);
+  // The address of vector `vector` in the weight row of a packed word's neuron.
+  __device__ __forceinline__ const Eight* weights_of(const void* weights, uint32_t word, uint32_t vector) const {
+    // The offset in bytes is less than 2^30.
+    const uint32_t at = (word & 0xffff) * (kEightBytes * vectors) + kEightBytes * vector;
+    return reinterpret_cast<const Eight*>(static_cast<const char*>(weights) + at);
   }
 
-  // Loads the row of W_u for this CTA's nonzero in the chunk that starts at index `at` of the list.
-  __device__ __forceinline__ void load_up(Up& up, const List& list, uint32_t at) const {
+  // Loads the row of W_u for this CTA's nonzero in the chunk that starts at index `at` of the list, and its scale.
+  __device__ __forceinline__ void load_up(Up& up, float& scale, const List& list, uint32_t at) const {
     if (at + rank >= list.size) return;
-    const uint4* weights = weights_of(a.w_up, list.words[at + rank], lane);
+    const uint32_t word = list.words[at + rank];
+    const Eight* weights = weights_of(a.w_up, word, lane);
+    if constexpr (kFloat8) scale = __ldg(a.scales + (word & 0xffff));
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       if (kFull || 32 * v + static_cast<int>(lane) < vectors) up[v] = __ldg(weights + 32 * v);
@@ -411,10 +418,10 @@ struct ClusterCta {
     }
 #pragma unroll
     for (int j = 0; j < kCluster; ++j) {
-      const uint4* weights = weights_of(a.w_down_t, word_of[j], vector_of(0));
+      const Eight* weights = weights_of(a.w_down_t, word_of[j], vector_of(0));
 #pragma unroll
       for (int s = 0; s < kSlices; ++s) {
-        down[j][s] = make_uint4(0, 0, 0, 0);  // if there is no nonzero, its h is 0, and 0 * undefined may be NaN
+        down[j][s] = Eight{};  // if there is no nonzero, its h is 0, and 0 * undefined may be NaN
         if (at + j < list.size && is_mine(s)) down[j][s] = __ldg(weights + 32 * s);
       }
     }
@@ -423,7 +430,7 @@ struct ClusterCta {
   // Prefetches to L2 what load_down and, if with_up is true, load_up will load for the chunk at `at`. A lane prefetches
   // 128 bytes at a time. For W_d, 32 / kCluster lanes share one nonzero.
   __device__ __forceinline__ void prefetch(const List& list, uint32_t at, bool with_up) const {
-    constexpr int kLanes = 32 / kCluster, kStep = 8;
+    constexpr int kLanes = 32 / kCluster, kStep = 128 / kEightBytes;
     const int first = slice * static_cast<int>(rank), own = kFull ? slice : min(slice, vectors - first);
     if (const uint32_t j = at + lane / kLanes; j < list.size) {
       for (int v = lane % kLanes * kStep; v < own; v += kLanes * kStep) {
@@ -456,10 +463,11 @@ struct ClusterCta {
   __device__ __forceinline__ void multiply_list(const Unit& u, int unit, uint32_t from, bool ends, UnitSums& sums) {
     const List list = {shared.list[listed], min(u.end - from, static_cast<uint32_t>(kClusterListed))};
     Up up;
+    float scale = 1.0f;
     Down down;
     uint32_t at = kCluster * warp;
     if constexpr (kGated) {
-      load_up(up, list, at);
+      load_up(up, scale, list, at);
       prefetch(list, at, false);
     } else {
       load_down(down, list, at);
@@ -478,7 +486,7 @@ struct ClusterCta {
     for (; at < list.size; at += kRound) {
       float h[kCluster];
       if constexpr (kGated) {
-        exchange_hidden(list, at, up, down, h);
+        exchange_hidden(list, at, up, scale, down, h);
       } else {
 #pragma unroll
         for (int j = 0; j < kCluster; ++j) h[j] = at + j < list.size ? gate_of(list.words[at + j]) : 0.0f;
@@ -498,11 +506,12 @@ struct ClusterCta {
 
   // Computes and exchanges the h of the chunk that starts at `at`: sends this CTA's h to the warp with the same index
   // in all CTAs, and receives theirs. Meanwhile, loads the chunk's rows of W_d and the next chunk's row of W_u.
-  __device__ __forceinline__ void exchange_hidden(const List& list, uint32_t at, Up& up, Down& down,
+  __device__ __forceinline__ void exchange_hidden(const List& list, uint32_t at, Up& up, float& scale, Down& down,
                                                   float (&h)[kCluster]) {
     float mine = at + rank < list.size ? dot_x(up) : 0.0f;
     load_down(down, list, at);
     mine = warp_sum(mine);
+    if constexpr (kFloat8) mine *= scale;
     if (at + rank < list.size) mine = hidden_of(list.words[at + rank], mine);
     // Two buffers, b = 0, 1, 0, ..., are enough, and a CTA needs no barrier before it sends: a CTA sends to this warp's
     // buffer b again only after it has received what this warp sent to buffer b ^ 1, which this warp sent only after
@@ -513,7 +522,7 @@ struct ClusterCta {
       const uint32_t to = ptx::smem_address(&shared.hidden[b][warp][rank]);
       ptx::st_async_cluster(to, lane, __float_as_uint(mine), barrier);
     }
-    load_up(up, list, at + kRound);
+    load_up(up, scale, list, at + kRound);
     prefetch(list, at + 2 * kRound, true);
     ptx::mbarrier_wait(barrier, exchanges / 2 % 2);
 #pragma unroll
@@ -631,9 +640,9 @@ struct ClusterCta {
 // If kFull, two CTAs of eight warps (or four CTAs of four) share an SM. On an H100 or H200, 15 clusters of eight CTAs
 // can be resident if each CTA has an SM of its own, and at least 30 if CTAs share SMs; of clusters of four CTAs that
 // share SMs, 60 can be resident.
-template <int kCluster, int kWarps, int kVectors, bool kFull, bool kGated, bool kDealt>
+template <int kCluster, int kWarps, int kVectors, bool kFull, bool kGated, bool kDealt, bool kFloat8>
 __global__ void __launch_bounds__(32 * kWarps, kFull ? 16 / kWarps : 1) row_cluster_kernel(const ClusterArguments a) {
-  using Cta = ClusterCta<kCluster, kWarps, kVectors, kFull, kGated, kDealt>;
+  using Cta = ClusterCta<kCluster, kWarps, kVectors, kFull, kGated, kDealt, kFloat8>;
   __shared__ uint4 x[2][kGated ? 32 * kVectors : 1];
   __shared__ float4 sums_of[kWarps][Cta::kSlices][2][32];
   __shared__ alignas(16) uint32_t list[2][kClusterListed];

@@ -1,5 +1,4 @@
-// Definitions that the kernels of the row engine share: a row's nonzeros as a list, arithmetic on eight bf16 values,
-// sums.
+// Definitions that the kernels of the row engine share: a row's nonzeros as a list, arithmetic on eight values, sums.
 #pragma once
 
 #include "common/ordered_sum.cuh"
@@ -10,8 +9,8 @@ namespace sparsellm::row {
 // The arguments that all kernels of the row engine take.
 struct RowArguments {
   const __nv_bfloat16* x;
-  const __nv_bfloat16* w_up;
-  const __nv_bfloat16* w_down_t;
+  const void* w_up;      // bf16; e4m3 if kFloat8
+  const void* w_down_t;  // likewise
   Packed packed;
   int64_t n;
   int m, k;
@@ -111,8 +110,19 @@ __device__ __forceinline__ uint4 pack(const float (&v)[8]) {
                     ptx::cvt_bf16x2(v[6], v[7]));
 }
 
+__device__ __forceinline__ void unpack(const uint2& v, float (&to)[8]) {  // of e4m3
+  float2 pairs[4];
+  ptx::unpack_e4m3x4(v.x, pairs[0], pairs[1]);
+  ptx::unpack_e4m3x4(v.y, pairs[2], pairs[3]);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) to[2 * i] = pairs[i].x, to[2 * i + 1] = pairs[i].y;
+}
+
+// Eight weights of a row: uint4 of bf16, uint2 of e4m3.
+//
 // Adds w x to four independent sums, because dependent additions would have to wait for one another.
-__device__ __forceinline__ void multiply_add(float (&sums)[4], const uint4& w, const float (&x)[8]) {
+template <class Eight>
+__device__ __forceinline__ void multiply_add(float (&sums)[4], const Eight& w, const float (&x)[8]) {
   float v[8];
   unpack(w, v);
 #pragma unroll
@@ -120,7 +130,8 @@ __device__ __forceinline__ void multiply_add(float (&sums)[4], const uint4& w, c
 }
 
 // Adds h w to eight sums.
-__device__ __forceinline__ void scale_add(float (&sums)[8], const uint4& w, float h) {
+template <class Eight>
+__device__ __forceinline__ void scale_add(float (&sums)[8], const Eight& w, float h) {
   float v[8];
   unpack(w, v);
 #pragma unroll

@@ -76,19 +76,18 @@ cudaError_t launch_many(const ManyArguments& a, int grid, cudaStream_t stream) {
       32 * many_warps(a.k), 0, 1, stream, a);
 }
 
-template <int kCluster, int kWarps, int kVectors, bool kFull, bool kDealt>
+template <int kCluster, int kWarps, int kVectors, bool kFull, bool kDealt, bool kFloat8>
 cudaError_t launch_cluster(const ClusterArguments& a, int clusters, cudaStream_t stream) {
-  return launch_early(a.w_up == nullptr ? row_cluster_kernel<kCluster, kWarps, kVectors, kFull, false, kDealt>
-                                        : row_cluster_kernel<kCluster, kWarps, kVectors, kFull, true, kDealt>,
+  return launch_early(a.w_up == nullptr ? row_cluster_kernel<kCluster, kWarps, kVectors, kFull, false, kDealt, kFloat8>
+                                        : row_cluster_kernel<kCluster, kWarps, kVectors, kFull, true, kDealt, kFloat8>,
                       clusters * kCluster, 32 * kWarps, 0, kCluster, stream, a);
 }
 
 RowArguments arguments(const void* x, const void* w_up, const void* w_down_t, int64_t m, int64_t k, int64_t n,
                        const Packed& packed, int32_t* tickets, float* l1, void* y) {
-  const auto bf16 = [](const void* pointer) { return static_cast<const __nv_bfloat16*>(pointer); };
-  return {bf16(x),
-          bf16(w_up),
-          bf16(w_down_t),
+  return {static_cast<const __nv_bfloat16*>(x),
+          w_up,
+          w_down_t,
           packed,
           n,
           static_cast<int>(m),
@@ -120,20 +119,23 @@ struct Clusters {
   }
 };
 
-template <bool kDealt>
-cudaError_t run_clusters(const RowArguments& common, const Clusters& clusters, void* workspace, cudaStream_t stream) {
+// scales: kFloat8: see ClusterArguments.
+template <bool kDealt, bool kFloat8 = false>
+cudaError_t run_clusters(const RowArguments& common, const Clusters& clusters, void* workspace, cudaStream_t stream,
+                         const float* scales = nullptr) {
   const Layout layout(common.m, common.k, common.n);
   ClusterArguments a = {common};
+  a.scales = scales;
   a.partials = reinterpret_cast<float*>(static_cast<char*>(workspace) + layout.partials);
   if constexpr (!kDealt) {
-    if (clusters.warps == kRunWarps) return launch_cluster<4, kRunWarps, 8, true, kDealt>(a, clusters.count, stream);
+    if (clusters.warps == kRunWarps) return launch_cluster<4, kRunWarps, 8, true, kDealt, kFloat8>(a, clusters.count, stream);
   }
-  if (clusters.ctas == 4) return launch_cluster<4, kClusterWarps, 8, true, kDealt>(a, clusters.count, stream);
+  if (clusters.ctas == 4) return launch_cluster<4, kClusterWarps, 8, true, kDealt, kFloat8>(a, clusters.count, stream);
   if constexpr (kDealt) {
-    if (clusters.full) return launch_cluster<8, kClusterWarps, 8, true, kDealt>(a, clusters.count, stream);
+    if (clusters.full) return launch_cluster<8, kClusterWarps, 8, true, kDealt, kFloat8>(a, clusters.count, stream);
   }
-  if (a.k < 2048) return launch_cluster<8, kClusterWarps, 8, false, kDealt>(a, clusters.count, stream);
-  return launch_cluster<8, kClusterWarps, 16, false, kDealt>(a, clusters.count, stream);
+  if (a.k < 2048) return launch_cluster<8, kClusterWarps, 8, false, kDealt, kFloat8>(a, clusters.count, stream);
+  return launch_cluster<8, kClusterWarps, 16, false, kDealt, kFloat8>(a, clusters.count, stream);
 }
 
 cudaError_t run_many(const RowArguments& common, void* workspace, cudaStream_t stream) {
@@ -167,13 +169,18 @@ cudaError_t run_many(const RowArguments& common, void* workspace, cudaStream_t s
 
 int64_t row_workspace(int64_t m, int64_t k, int64_t n) { return Layout(m, k, n).bytes; }
 
-cudaError_t row_ffn(const void* x, const void* w_up, const void* w_down_t, int64_t m, int64_t k, int64_t n,
-                    const Packed& packed, void* workspace, int32_t* tickets, float* l1, void* y, cudaStream_t stream) {
+cudaError_t row_ffn(const void* x, const void* w_up, const void* w_down_t, const Float8Scales* float8, int64_t m,
+                    int64_t k, int64_t n, const Packed& packed, void* workspace, int32_t* tickets, float* l1, void* y,
+                    cudaStream_t stream) {
   const auto common = arguments(x, w_up, w_down_t, m, k, n, packed, tickets, l1, y);
   int grid = 0;
   const cudaError_t error = grid_of(&grid);
   if (error != cudaSuccess) return error;
   const Clusters clusters(m, k, grid);
+  if (float8 != nullptr) {
+    if (!for_clusters(m, k)) return cudaErrorInvalidValue;
+    return run_clusters<true, true>(common, clusters, workspace, stream, float8->multiplier);
+  }
   if (for_clusters(m, k)) return run_clusters<true>(common, clusters, workspace, stream);
   if (for_runs(m, k)) return run_clusters<false>(common, clusters, workspace, stream);
   return run_many(common, workspace, stream);

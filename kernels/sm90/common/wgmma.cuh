@@ -95,6 +95,19 @@ __device__ __forceinline__ void wgmma(float (&d)[32 * kBlocks], uint64_t a, uint
   }
 }
 
+// The same for n = 64 and a K-major B, with A in registers: each warp's 16 rows are spread over its lanes as the operand
+// `a` of mma_16x8x16.
+__device__ __forceinline__ void wgmma_in_registers(float (&d)[32], const uint32_t (&a)[4], uint64_t b, int accumulate) {
+  asm volatile(
+      "{\n .reg .pred p;\n setp.ne.b32 p, %37, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+      "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}"
+      : SPARSELLM_D32(0)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+}
+
 // The same for e4m3 operands, of which 32 along k are 32 bytes: D [64, 256] = A [64, 32] B [32, 256], both K-major.
 __device__ __forceinline__ void wgmma_e4m3(float (&d)[128], uint64_t a, uint64_t b, int accumulate) {
   asm volatile(

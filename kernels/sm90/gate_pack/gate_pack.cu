@@ -83,8 +83,8 @@ cudaError_t pack_tiles(const void* x, const void* w, int64_t m, int64_t k, int64
 
 }  // namespace
 
-cudaError_t gate_pack(const void* x, const void* w, int64_t m, int64_t k, int64_t n, const Packed& out, int64_t zeroed,
-                      bool for_row, cudaStream_t stream) {
+cudaError_t gate_pack(const void* x, const void* w, const Float8Scales* float8, int64_t m, int64_t k, int64_t n,
+                      const Packed& out, int64_t zeroed, bool for_row, cudaStream_t stream) {
   const bool are_few = m <= kSmallTokens, counts = !(for_row && row_ffn_counts(m, k));
   if (counts) {
     const int64_t fired_octets = are_few ? 0 : n / 8;  // the kernels for few tokens write all of `fired`
@@ -93,8 +93,9 @@ cudaError_t gate_pack(const void* x, const void* w, int64_t m, int64_t k, int64_
   }
   if (are_few) {
     const auto product = m <= kFewestTokens ? gate_pack_fewest : gate_pack_small;
-    return product(x, w, m, k, n, out, counts ? 0 : zeroed, stream);
+    return product(x, w, float8 == nullptr ? nullptr : float8->thresholded, m, k, n, out, counts ? 0 : zeroed, stream);
   }
+  if (float8 != nullptr) return cudaErrorInvalidValue;
   return pack_tiles(x, w, m, k, n, out, Unscaled{}, stream);
 }
 

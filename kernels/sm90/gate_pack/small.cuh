@@ -6,6 +6,10 @@
 // tokens, up to 64, its columns (N). A CTA finds which of its own 64 neurons fire, but packs all 256 columns of a
 // quarter of the tokens. So each CTA copies its neurons' values to the shared memory of the CTA that packs the token.
 // Numerics: as in the kernel for many tokens.
+//
+// kFloat8: w is e4m3 with a scale per neuron. A stage's 128 bytes of a neuron's row are then 128 columns, so a stage has
+// x in two boxes of 64 columns. The warps read w from shared memory, convert it to bf16, which is exact, and pass it to
+// WGMMA in registers. The scales multiply the sums.
 #pragma once
 
 #include "common/host.h"
@@ -29,24 +33,33 @@ constexpr int kWarps = 4;             // warps that multiply and pack
 constexpr int kFeedingWarp = kWarps;  // one additional warp, which fetches w and x
 constexpr int kThreads = 32 * (kWarps + 1);
 constexpr uint32_t kNeuronBytes = kNeurons * kTileK * 2;
-constexpr uint32_t kStage = kNeuronBytes + kSmallTokens * kTileK * 2;
-constexpr int kDepth = 11;       // stages in flight
+constexpr uint32_t kBox = kSmallTokens * kTileK * 2;  // bytes of 64 columns of x
+template <bool kFloat8>
+constexpr int kBoxes = kFloat8 ? 2 : 1;  // boxes of x per stage
+template <bool kFloat8>
+constexpr uint32_t kStage = kNeuronBytes + kBoxes<kFloat8> * kBox;
+template <bool kFloat8>
+constexpr int kDepth = kFloat8 ? 8 : 11;  // stages in flight
 constexpr int kAhead = 2;        // stages whose w is requested before the first x. If more of w came first, x would
                                  // arrive late
 constexpr int kPackBarrier = 1;  // the named barrier of the warps that pack; __syncthreads uses 0
-using SmallPipeline = Pipeline<kDepth, kCluster>;
+template <bool kFloat8>
+using SmallPipeline = Pipeline<kDepth<kFloat8>, kCluster>;
 
+template <bool kFloat8>
 struct Shared {
-  SmallPipeline::Storage pipeline;
+  typename SmallPipeline<kFloat8>::Storage pipeline;
   uint64_t finished;  // barrier: all values that this CTA packs have arrived
   Sums sums;
 };
 
-constexpr uint32_t kBytes = 1024 + kDepth * kStage + 2 * kCluster * kPart + sizeof(Shared);
+template <bool kFloat8>
+constexpr uint32_t kBytes = 1024 + kDepth<kFloat8> * kStage<kFloat8> + 2 * kCluster * kPart + sizeof(Shared<kFloat8>);
 static_assert(kTokens == 4 * kWarps && kTokens == 16,
               "a warp packs four tokens, and stores sixteen for each CTA at once");
 static_assert(kNeurons == 16 * kWarps, "a warp has 16 neurons");
-static_assert(kBytes <= kMaxSharedBytes, "stages and values must fit in one CTA's shared memory");
+static_assert(kBytes<false> <= kMaxSharedBytes && kBytes<true> <= kMaxSharedBytes,
+              "stages and values must fit in one CTA's shared memory");
 
 __device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2,
                                                   uint32_t r3) {
@@ -57,7 +70,12 @@ __device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, uint32_t r0,
 
 // One CTA, which multiplies 64 neurons by all tokens. The accumulators are locals of the kernel: if they were a member,
 // the members next to them would stay in local memory until loops are unrolled.
+template <bool kFloat8>
 struct SmallCta {
+  static constexpr int kBoxes = small::kBoxes<kFloat8>, kDepth = small::kDepth<kFloat8>;
+  static constexpr uint32_t kStage = small::kStage<kFloat8>;
+  using SmallPipeline = small::SmallPipeline<kFloat8>;
+  using Shared = small::Shared<kFloat8>;
   using Accumulators = float[kSmallTokens / 2];
   const CUtensorMap& x_map;
   const CUtensorMap& w_map;
@@ -75,7 +93,7 @@ struct SmallCta {
   int column_tile, column_tiles;
   uint32_t column;
   int ahead;
-  SmallPipeline::State state;
+  typename SmallPipeline::State state;
 
   // Shared memory from `stages` on: [kDepth] stages; then `own`, [CTA that packs, its tokens]: the values of this CTA's
   // neurons, to be sent to the other CTAs; then `tile`, [CTA of the neurons, this CTA's tokens]: the values that this
@@ -131,8 +149,12 @@ struct SmallCta {
   // The CTAs of a cluster take turns to fetch a stage of x, which is multicast to all of them.
   __device__ __forceinline__ void fetch_x(int kb, uint32_t stage) const {
     if (kb % kCluster != static_cast<int>(rank)) return;
-    ptx::tma_load_2d_multicast(stages + stage * kStage + kNeuronBytes, &x_map, kb * kTileK, 0,
-                               pipeline.producer_barrier(stage), (1 << kCluster) - 1);
+#pragma unroll
+    for (int box = 0; box < kBoxes; ++box) {
+      ptx::tma_load_2d_multicast(stages + stage * kStage + kNeuronBytes + box * kBox, &x_map,
+                                 (kb * kBoxes + box) * kTileK, 0, pipeline.producer_barrier(stage),
+                                 (1 << kCluster) - 1);
+    }
   }
 
   // The role of the feeding warp: fetch_ahead requests w of the first `ahead` stages, and feed requests x of these
@@ -172,6 +194,64 @@ struct SmallCta {
       state.advance();
     }
     ptx::wgmma_wait_group<0>();
+  }
+
+  // kFloat8: reads this lane's part of w in a stage, as WGMMA takes it in registers: of rows lane / 4 and lane / 4 + 8
+  // of the warp's 16, columns 16 s + 2 (lane % 4) and the next one, and the two that are 8 further on.
+  static constexpr int kSteps = 2 * kTileK / 16;
+  using Registers = uint32_t[kSteps][4];
+  __device__ __forceinline__ void load_w(Registers& w, uint32_t stage) const {
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      const uint32_t at = stage + swizzle_128(warp * 16 + lane / 4, s) + lane % 4 * 2;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t row = ptx::ld_shared_u16(at + 8 * half), row_8 = ptx::ld_shared_u16(at + 8 * half + 8 * 128);
+        const uint2 both = ptx::bf16x4_of_e4m3x4(row | row_8 << 16);
+        w[s][2 * half] = both.x;
+        w[s][2 * half + 1] = both.y;
+      }
+    }
+  }
+
+  // `multiply`, kFloat8: while a stage is multiplied, w of the next one is read to the registers of the one before.
+  __device__ __forceinline__ void multiply_e4m3(Accumulators& d) {
+    uint32_t previous = 0;
+    const auto multiply_stage = [&](Registers& w, int kb) {
+      pipeline.consumer_wait(state);
+      const uint32_t stage = stages + state.stage * kStage;
+      load_w(w, stage);
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+        const uint32_t x = stage + kNeuronBytes + s / 4 * kBox + s % 4 * 32;
+        ptx::wgmma_in_registers(d, w[s], ptx::wgmma_descriptor(x, 16, 1024), kb != 0 || s != 0);
+      }
+      ptx::wgmma_commit_group();
+      ptx::wgmma_wait_group<1>();
+      if (kb > 0 && kb - 1 + kDepth < k_blocks) pipeline.consumer_release(previous);
+      previous = state.stage;
+      state.advance();
+    };
+    Registers even, odd;
+    for (int kb = 0; kb < k_blocks; kb += 2) {
+      multiply_stage(even, kb);
+      if (kb + 1 < k_blocks) multiply_stage(odd, kb + 1);
+    }
+    ptx::wgmma_wait_group<0>();
+  }
+
+  // kFloat8: the scales of this lane's two neurons, and the scaling of their sums.
+  __device__ __forceinline__ float2 read_scales(const float* scales) const {
+    const int64_t first = column + rank * kNeurons + warp * 16 + lane / 4;
+    return {first < n ? __ldg(scales + first) : 0.0f, first + 8 < n ? __ldg(scales + first + 8) : 0.0f};
+  }
+  static __device__ __forceinline__ void scale(Accumulators& d, const float2& by) {
+#pragma unroll
+    for (int j = 0; j < kSmallTokens / 8; ++j) {
+      d[4 * j] *= by.x, d[4 * j + 1] *= by.x;
+      d[4 * j + 2] *= by.y, d[4 * j + 3] *= by.y;
+    }
   }
 
   // Sends the products, as bf16, to the CTAs of the cluster: each CTA gets those of the tokens that it packs.
@@ -236,11 +316,12 @@ struct SmallCta {
   }
 };
 
+template <bool kFloat8>
 __global__ void __launch_bounds__(small::kThreads, 1)
     gate_pack_small_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap w_map, int m,
-                           int64_t n, int k_blocks, const Packed out, int zeroed) {
+                           int64_t n, int k_blocks, const Packed out, int zeroed, const float* scales) {
   extern __shared__ uint8_t raw[];
-  SmallCta cta(raw, (ptx::smem_address(raw) + 1023) & ~1023u, x_map, w_map, m, n, k_blocks, out, zeroed == 0);
+  SmallCta<kFloat8> cta(raw, (ptx::smem_address(raw) + 1023) & ~1023u, x_map, w_map, m, n, k_blocks, out, zeroed == 0);
   const bool feeds = cta.warp == kFeedingWarp;
   if (feeds) {
     cta.init();
@@ -259,11 +340,17 @@ __global__ void __launch_bounds__(small::kThreads, 1)
   ptx::cluster_wait();  // wait for all barriers to exist, because each CTA copies to all CTAs and releases all CTAs'
                         // stages
 
-  SmallCta::Accumulators d;
+  typename SmallCta<kFloat8>::Accumulators d;
   if (feeds) {
     cta.feed();
   } else if (cta.warp < kWarps) {
-    cta.multiply(d);
+    if constexpr (kFloat8) {
+      const float2 of_rows = cta.read_scales(scales);
+      cta.multiply_e4m3(d);
+      cta.scale(d, of_rows);
+    } else {
+      cta.multiply(d);
+    }
   }
   __syncthreads();  // wait until sums.clear has run
   if (cta.warp < kWarps) {
@@ -280,18 +367,21 @@ __global__ void __launch_bounds__(small::kThreads, 1)
 
 }  // namespace small
 
-// zeroed: if not 0, the kernel counts nothing, and sets this many int64 to zero, starting at the counters; if 0, the
+// scales: null if w is bf16. zeroed: if not 0, the kernel counts nothing, and sets this many int64 to zero, starting at the counters; if 0, the
 // kernel adds to the counters, which must be zero.
-inline cudaError_t gate_pack_small(const void* x, const void* w, int64_t m, int64_t k, int64_t n, const Packed& out,
-                                   int64_t zeroed, cudaStream_t stream) {
+inline cudaError_t gate_pack_small(const void* x, const void* w, const float* scales, int64_t m, int64_t k, int64_t n,
+                                   const Packed& out, int64_t zeroed, cudaStream_t stream) {
   using namespace small;
   CUtensorMap x_map, w_map;
   cudaError_t error = tensor_map(&x_map, x, m, k, kSmallTokens);
-  if (error == cudaSuccess) error = tensor_map(&w_map, w, n, k, kNeurons);
+  const bool float8 = scales != nullptr;
+  const int64_t pairs = float8 ? k / 2 : k;  // to TMA, two e4m3 values are one bf16 value
+  if (error == cudaSuccess) error = tensor_map(&w_map, w, n, pairs, kNeurons);
   if (error != cudaSuccess) return error;
-  return launch_early(gate_pack_small_kernel, ceil_div(n, kColumnTile) * kCluster, small::kThreads, kBytes, kCluster,
-                      stream, x_map, w_map, static_cast<int>(m), n, static_cast<int>(ceil_div(k, kTileK)), out,
-                      static_cast<int>(zeroed));
+  return launch_early(float8 ? gate_pack_small_kernel<true> : gate_pack_small_kernel<false>,
+                      ceil_div(n, kColumnTile) * kCluster, small::kThreads, float8 ? kBytes<true> : kBytes<false>,
+                      kCluster, stream, x_map, w_map, static_cast<int>(m), n, static_cast<int>(ceil_div(pairs, kTileK)),
+                      out, static_cast<int>(zeroed), scales);
 }
 
 }  // namespace sparsellm
