@@ -178,9 +178,7 @@ std::tuple<Tensor, Tensor> quantize_rows(Tensor from) {
 
 // Returns y and, if `counting`, the statistics. If not `counting`, the statistics go to the workspace, because the host
 // needs about 5 us for each result that it returns.
-std::vector<Tensor> row_forward(Tensor x, OptionalTensor w_gate, Tensor w_up, Tensor w_down_t, bool counting) {
-  const Call call("row_forward", x);
-  const Layer a = layer_of(call, x, w_gate, w_up, w_down_t);
+std::vector<Tensor> row_results(const Call& call, const Layer& a, const Tensor& x, bool counting) {
   const Tensor y = call.bf16({x.sizes().begin(), x.sizes().end()});
   const int64_t own = sparsellm::row_workspace_bytes(a.m, a.k, a.n);
   const Tensor workspace = call.bytes(own + (counting ? 0 : sparsellm::statistics_bytes(a.n)));
@@ -189,6 +187,22 @@ std::vector<Tensor> row_forward(Tensor x, OptionalTensor w_gate, Tensor w_up, Te
   const auto result = counting ? counted->result(y.data_ptr()) : with_statistics_in(behind, a.n, y.data_ptr());
   call.check(sparsellm::row_forward(a, call.multiply(), workspace.data_ptr(), result, call.stream()));
   return counting ? std::vector{y, counted->l1, counted->fired, counted->counts()} : std::vector{y};
+}
+
+std::vector<Tensor> row_forward(Tensor x, OptionalTensor w_gate, Tensor w_up, Tensor w_down_t, bool counting) {
+  const Call call("row_forward", x);
+  return row_results(call, layer_of(call, x, w_gate, w_up, w_down_t), x, counting);
+}
+
+// The weights are e4m3. gate_scales: of w_gate, or of w_up of a non-gated layer; up_scales: of w_up of a gated layer.
+std::vector<Tensor> row_forward_float8(Tensor x, OptionalTensor w_gate, Tensor w_up, Tensor w_down_t,
+                                       Tensor gate_scales, OptionalTensor up_scales, bool counting) {
+  const Call call("row_forward_float8", x);
+  const sparsellm::Float8Scales scales = {call.data<float>(gate_scales),
+                                          up_scales ? call.data<float>(*up_scales) : nullptr};
+  Layer a = layer_of(call, x, w_gate, w_up, w_down_t);
+  a.scales = &scales;
+  return row_results(call, a, x, counting);
 }
 
 Results tile_results(const Call& call, const Layer& a, int64_t capacity, std::optional<int64_t> long_capacity,
@@ -330,6 +344,9 @@ STABLE_TORCH_LIBRARY(sparsellm_cuda, library) {
   library.def("quantize_rows(Tensor x) -> (Tensor values, Tensor scales)");
   library.def("row_forward(Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down_t, bool counting) -> Tensor[]");
   library.def(
+      "row_forward_float8(Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down_t, Tensor gate_scales, Tensor? "
+      "up_scales, bool counting) -> Tensor[]");
+  library.def(
       "tile_forward(Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down_t, int capacity, int? long_capacity, "
       "bool ordered, bool saving) -> (Tensor y, Tensor l1, Tensor fired, Tensor counts, Tensor saved)");
   library.def(
@@ -356,6 +373,7 @@ STABLE_TORCH_LIBRARY_IMPL(sparsellm_cuda, CUDA, library) {
   library.impl("gate_pack_float8", TORCH_BOX(&gate_pack_float8));
   library.impl("quantize_rows", TORCH_BOX(&quantize_rows));
   library.impl("row_forward", TORCH_BOX(&row_forward));
+  library.impl("row_forward_float8", TORCH_BOX(&row_forward_float8));
   library.impl("tile_forward", TORCH_BOX(&tile_forward));
   library.impl("tile_forward_float8", TORCH_BOX(&tile_forward_float8));
   library.impl("tile_backward", TORCH_BOX(&tile_backward));

@@ -72,7 +72,7 @@ struct FewestCta {
   static constexpr uint32_t kTokenPitch = fewest::kTokenPitch<kFloat8>;
   Shared& shared;
   const __nv_bfloat16* x;
-  const void* w;
+  const __nv_bfloat16* w;  // to the addresses, two e4m3 values are one bf16 value
   int m;
   int64_t n;
   int k, slots;
@@ -87,8 +87,8 @@ struct FewestCta {
   int rounds;
   FewestPipeline::State state;  // its stage is the current slot of x
 
-  __device__ __forceinline__ FewestCta(Shared& shared, const __nv_bfloat16* x, const void* w, int m, int64_t n, int k,
-                                       int slots, const Packed& out)
+  __device__ __forceinline__ FewestCta(Shared& shared, const __nv_bfloat16* x, const __nv_bfloat16* w, int m, int64_t n,
+                                       int k, int slots, const Packed& out)
       : shared(shared),
         x(x),
         w(w),
@@ -158,7 +158,7 @@ struct FewestCta {
       const int from = column_of(round, half);
 #pragma unroll
       for (int j = 0; j < kNeuronCopies; ++j) {
-        ptx::cp_async_row_16(to + j * kCopied, static_cast<const char*>(w) + from * (16 / kColumns),
+        ptx::cp_async_row_16(to + j * kCopied, w + from * 8 / kColumns,
                              neuron + 8 * j + lane / 4, kFloat8 ? k : row_bytes,
                              from < k && neuron + 8 * j < n ? 16 : 0);
       }
@@ -301,8 +301,8 @@ struct FewestCta {
 
 template <bool kFloat8>
 __global__ void __launch_bounds__(kThreads, 1)
-    gate_pack_fewest_kernel(const __nv_bfloat16* x, const void* w, int m, int64_t n, int k, int slots, const Packed out,
-                            int zeroed, const float* scales) {
+    gate_pack_fewest_kernel(const __nv_bfloat16* x, const __nv_bfloat16* w, int m, int64_t n, int k, int slots,
+                            const Packed out, int zeroed, const float* scales) {
   extern __shared__ uint4 raw[];
   FewestCta<kFloat8> cta(*reinterpret_cast<Shared*>(raw), x, w, m, n, k, slots, out);
   float* sums = reinterpret_cast<float*>(cta.shared.pieces);  // at the end, each warp's sums: [tokens, kSumPitch]
@@ -337,8 +337,8 @@ inline cudaError_t gate_pack_fewest(const void* x, const void* w, const float* s
   if (error != cudaSuccess) return error;
   const int slots = m * kSlots < kTokenRows ? kSlots : kTokenRows / static_cast<int>(m);
   return launch_early(kernel, ceil_div(n, kColumnTile) * kCluster, fewest::kThreads, sizeof(fewest::Shared), kCluster,
-                      stream, static_cast<const __nv_bfloat16*>(x), w, static_cast<int>(m), n, static_cast<int>(k),
-                      slots, out, static_cast<int>(zeroed), scales);
+                      stream, static_cast<const __nv_bfloat16*>(x), static_cast<const __nv_bfloat16*>(w),
+                      static_cast<int>(m), n, static_cast<int>(k), slots, out, static_cast<int>(zeroed), scales);
 }
 
 }  // namespace sparsellm

@@ -214,7 +214,8 @@ struct SmallCta {
     }
   }
 
-  // `multiply`, kFloat8: while a stage is multiplied, w of the next one is read to the registers of the one before.
+  // `multiply`, kFloat8: while a stage is multiplied, w of the next one is read to the registers of the one before. The
+  // number of stages is even, because a branch between two stages would make the compiler serialize the WGMMAs.
   __device__ __forceinline__ void multiply_e4m3(Accumulators& d) {
     uint32_t previous = 0;
     const auto multiply_stage = [&](Registers& w, int kb) {
@@ -236,7 +237,7 @@ struct SmallCta {
     Registers even, odd;
     for (int kb = 0; kb < k_blocks; kb += 2) {
       multiply_stage(even, kb);
-      if (kb + 1 < k_blocks) multiply_stage(odd, kb + 1);
+      multiply_stage(odd, kb + 1);
     }
     ptx::wgmma_wait_group<0>();
   }
@@ -376,12 +377,13 @@ inline cudaError_t gate_pack_small(const void* x, const void* w, const float* sc
   cudaError_t error = tensor_map(&x_map, x, m, k, kSmallTokens);
   const bool float8 = scales != nullptr;
   const int64_t pairs = float8 ? k / 2 : k;  // to TMA, two e4m3 values are one bf16 value
+  const int64_t k_blocks = float8 ? 2 * ceil_div(pairs, 2 * kTileK) : ceil_div(pairs, kTileK);
   if (error == cudaSuccess) error = tensor_map(&w_map, w, n, pairs, kNeurons);
   if (error != cudaSuccess) return error;
   return launch_early(float8 ? gate_pack_small_kernel<true> : gate_pack_small_kernel<false>,
                       ceil_div(n, kColumnTile) * kCluster, small::kThreads, float8 ? kBytes<true> : kBytes<false>,
-                      kCluster, stream, x_map, w_map, static_cast<int>(m), n, static_cast<int>(ceil_div(pairs, kTileK)),
-                      out, static_cast<int>(zeroed), scales);
+                      kCluster, stream, x_map, w_map, static_cast<int>(m), n, static_cast<int>(k_blocks), out,
+                      static_cast<int>(zeroed), scales);
 }
 
 }  // namespace sparsellm
