@@ -34,6 +34,7 @@ from sparsellm.ops.borders import FEW_TOKENS, MANY_TOKENS, fuses
 from sparsellm.ops.cuda import COUNTS
 from sparsellm.ops.feedforward import check, fake_results, forward, in_forward_mode
 from sparsellm.ops.float8_gate import Float8Rows
+from sparsellm.ops.float8_weights import Float8Layer
 from sparsellm.policy import Policy
 from sparsellm.policy.costs import room_for
 
@@ -259,8 +260,38 @@ class EngineChoice:
         w_down_t = None
         if self.copies and plan.engine != Engine.dense and w_down.dtype == x.dtype and sparse_engines_take(x):
             w_down_t = self.neuron_major(w_down)
-        if self.float8 and w_down_t is not None and plan.engine == Engine.tile and x.shape[0] >= MANY_TOKENS:
+        rows = None
+        if self.float8 and w_down_t is not None and _multiplies_in_float8(plan, x):
             rows = self.float8_weight(w_up if w_gate is None else w_gate)
+        return self._computed(x, w_gate, w_up, w_down, w_down_t, rows, plan, sending, returning, rounded)
+
+    def output_float8(self, x: Tensor, layer: Float8Layer) -> Tensor:
+        """y [M, K] of a layer that has e4m3 weights only: by the row engine up to FEW_TOKENS, otherwise by the chosen
+        engine from the weights in bfloat16, which are made for this call, and the gate product in FP8 in calls of many
+        tokens on the tile engine. x is bfloat16, on a GPU on which the CUDA kernels run."""
+        if x.shape[0] <= FEW_TOKENS:
+            return cuda.row_output_float8(cuda.readable(x), layer)
+        w_gate, w_up, w_down_t = layer.to(x.dtype)
+        plan, sending = self._plan(x, w_up)
+        rows = layer.thresholded if _multiplies_in_float8(plan, x) else None
+        return self._computed(x, w_gate, w_up, w_down_t.t(), w_down_t, rows, plan, sending, False)[0]
+
+    def _computed(
+        self,
+        x: Tensor,
+        w_gate: Tensor | None,
+        w_up: Tensor,
+        w_down: Tensor,
+        w_down_t: Tensor | None,
+        rows: Float8Rows | None,
+        plan: Plan,
+        sending: bool,
+        returning: bool,
+        rounded: Float8Rows | None = None,
+    ) -> Results:
+        """rows: the weight of the gate product in FP8, or None: bfloat16. rounded: x in FP8, if the caller has it."""
+        if rows is not None:
+            assert w_down_t is not None
             weights = (None if w_gate is None else cuda.readable(w_gate), cuda.readable(w_up), w_down_t)
             results = cuda.float8_forward(cuda.readable(x), *weights, rows, plan.room, rounded)
         else:
@@ -318,6 +349,11 @@ class EngineChoice:
                 self.plans[kind] = Plan(Engine(engine), room_for(nnz / m))
         finally:
             self.deciding.release()
+
+
+def _multiplies_in_float8(plan: Plan, x: Tensor) -> bool:
+    """Whether there is an FP8 gate product for this call."""
+    return plan.engine == Engine.tile and x.shape[0] >= MANY_TOKENS
 
 
 def _addresses(w_gate: Tensor | None, w_up: Tensor) -> tuple[int, int]:

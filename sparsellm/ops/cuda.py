@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sparsellm.ops import borders
 from sparsellm.ops.float8_gate import Float8Rows
+from sparsellm.ops.float8_weights import Float8Layer
 from sparsellm.ops.plan import Engine, Plan
 from sparsellm.ops.twell import PackedGate
 
@@ -72,6 +73,16 @@ def row_output(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down_t: Tensor)
     `readable`), with matching shapes.
     """
     return _called("row_forward", x, w_gate, w_up, w_down_t, False)[0]
+
+
+def row_output_float8(x: Tensor, layer: Float8Layer) -> Tensor:
+    """y [M, K] for x [M, K] by the row engine, whose gate and rows are e4m3: the products of `row_output`, with the
+    rounded weights. x must be bfloat16, contiguous and aligned, with 1 to borders.FEW_TOKENS tokens; K is at most 4,096
+    and a multiple of 16."""
+    w_gate, w_up, w_down_t = layer
+    weights = (None if w_gate is None else w_gate.values), w_up.values, w_down_t
+    scales = (w_up.scales, None) if w_gate is None else (w_gate.scales, w_up.scales)
+    return _called("row_forward_float8", x, *weights, *scales, False)[0]
 
 
 def float8_forward(

@@ -22,6 +22,10 @@ class Float8Rows(NamedTuple):
     values: Tensor  # [R, K] float8_e4m3fn
     scales: Tensor  # [R] float32
 
+    def to(self, dtype: torch.dtype) -> Tensor:
+        """The matrix in `dtype`."""
+        return self.values.to(dtype).mul_(self.scales.to(dtype)[:, None])
+
     def exact(self) -> Tensor:
         """The matrix in float64."""
         return self.values.double() * self.scales.double()[:, None]

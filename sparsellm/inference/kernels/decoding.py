@@ -11,6 +11,7 @@ rotated heads, attention weights and the results of matmuls are rounded to the d
 """
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -18,8 +19,10 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsellm.inference.kernels.pointwise import FEWEST, activated, await_kernel_ahead, early, padded
+from sparsellm.ops.float8_gate import Float8Rows
 from sparsellm.ops.twell import tiles
 
+Matrix = Tensor | Float8Rows  # a weight [N, K], in the dtype of the products or in e4m3
 Norms = tuple[Tensor, Tensor, float]  # RMS norm weights [D] float32 for queries and for keys, and epsilon
 LOG2_E = math.log2(math.e)
 # Bytes of keys, and of values, that a program of `attend` loads per step. LONG_STEP is for at most FEW programs.
@@ -194,19 +197,28 @@ def rows_of(matrix, row, n, k, K: tl.constexpr):
 
 
 @triton.jit
+def scales_of(scales, row, n):
+    """The scales of rows `row` of a matrix [n, K]; 1 if it has none."""
+    if scales is None:
+        return 1.0
+    return tl.load(scales + row, mask=row < n, other=0.0)
+
+
+@triton.jit
 def matrix_vector(
-    x, y, norm, weight, up, bias, both, out, n, steps,
+    x, y, norm, weight, scales, up, up_scales, bias, both, out, n, steps,
     EPS: tl.constexpr, K: tl.constexpr, ACTIVATION: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """out [N] = act(weight [N, K] a + bias) * (up [N, K] a), where a [K] is x, or both = x + y, or the RMS norm of
-    either. Unused arguments are None. COLUMNS: a power of two, at least K.
+    either. Unused arguments are None. COLUMNS: a power of two, at least K. scales, up_scales: [N] float32, of e4m3
+    weights.
 
     A program computes ROWS rows in each of `steps` steps and loads the next step's rows before it multiplies. Every
     program computes the norm for itself while its first rows arrive; the first program writes `both`.
     """
     k, row = tl.arange(0, COLUMNS), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    within = k < K
+    within, dtype = k < K, out.dtype.element_ty
     w = rows_of(weight, row, n, k, K)
     u = w if up is None else rows_of(up, row, n, k, K)
     await_kernel_ahead(EARLY)
@@ -217,42 +229,90 @@ def matrix_vector(
             tl.store(both + k, a, mask=within)
     if norm is not None:
         scale = tl.load(norm + k, mask=within, other=0.0)
-        a = (a * tl.rsqrt(tl.sum(a * a, 0) / K + EPS) * scale).to(w.dtype).to(tl.float32)
+        a = (a * tl.rsqrt(tl.sum(a * a, 0) / K + EPS) * scale).to(dtype).to(tl.float32)
+    s = scales_of(scales, row, n)
+    of_u = scales_of(up_scales, row, n)
     for _ in range(steps):
         next_row = row + tl.num_programs(0) * ROWS
         next_w = rows_of(weight, next_row, n, k, K)
         next_u = next_w if up is None else rows_of(up, next_row, n, k, K)
-        sums = tl.sum(w.to(tl.float32) * a[None, :], 1)
+        next_s = scales_of(scales, next_row, n)
+        next_of_u = scales_of(up_scales, next_row, n)
+        sums = tl.sum(w.to(tl.float32) * a[None, :], 1) * s
         if bias is not None:
             sums += tl.load(bias + row, mask=row < n, other=0.0).to(tl.float32)
         if ACTIVATION != "":
-            sums = activated(sums.to(w.dtype).to(tl.float32), ACTIVATION)
+            sums = activated(sums.to(dtype).to(tl.float32), ACTIVATION)
         if up is not None:
-            of_up = tl.sum(u.to(tl.float32) * a[None, :], 1).to(w.dtype).to(tl.float32)
-            sums = sums.to(w.dtype).to(tl.float32) * of_up
-        tl.store(out + row, sums.to(out.dtype.element_ty), mask=row < n)
-        row, w, u = next_row, next_w, next_u
+            of_up = (tl.sum(u.to(tl.float32) * a[None, :], 1) * of_u).to(dtype).to(tl.float32)
+            sums = sums.to(dtype).to(tl.float32) * of_up
+        tl.store(out + row, sums.to(dtype), mask=row < n)
+        row, w, u, s, of_u = next_row, next_w, next_u, next_s, next_of_u
 
 
 def multiply(
-    weight: Tensor, x: Tensor, y: Tensor | None = None, norm: Tensor | None = None, eps: float = 0.0,
-    bias: Tensor | None = None, activation: str = "", up: Tensor | None = None,
+    weight: Matrix, x: Tensor, y: Tensor | None = None, norm: Tensor | None = None, eps: float = 0.0,
+    bias: Tensor | None = None, activation: str = "", up: Matrix | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """One token's a [1, K] -> (a, act(b weight^T + bias) * (b up^T)). a is x, or x + y in float32; b is a, or its RMS
-    norm. The result [1, N] has the dtype of `weight`.
+    norm. The result [1, N] has the dtype of `weight`, or if this is e4m3, of y, or of x without y.
 
     weight, up: [N, K]. x, y: [1, K] of any dtype. norm: weight [K] float32 of the norm. bias: [N]. activation: "relu",
     "silu" or none. All must be contiguous.
     """
-    rows, width = weight.shape
+    (values, scales), (up_values, up_scales) = parts_of(weight), parts_of(up)
+    rows, width = values.shape
     columns = padded(width)
-    warps, of_a_row = min(16, max(1, columns // 512)), columns * weight.itemsize * (1 if up is None else 2)
-    count = max(1, min(ROWS, 32 * warps * THREAD // of_a_row))
+    warps, of_a_row = min(16, max(1, columns // 512)), columns * values.itemsize * (1 if up is None else 2)
+    count = max(1, min(ROWS if scales is None else 2 * ROWS, 32 * warps * THREAD // of_a_row))
     both = x if y is None else torch.empty_like(x, dtype=torch.float32)
-    out, parts = weight.new_empty(1, rows), tiles(rows, count)
+    dtype = values.dtype if scales is None else (x if y is None else y).dtype
+    out, parts = values.new_empty(1, rows, dtype=dtype), tiles(rows, count)
     steps = tiles(parts, WARPS // warps)
     matrix_vector[(tiles(parts, steps),)](
-        x, y, norm, weight, up, bias, both, out, rows, steps, EPS=eps, K=width, ACTIVATION=activation, COLUMNS=columns,
+        x, y, norm, values, scales, up_values, up_scales, bias, both, out, rows, steps, EPS=eps, K=width, ACTIVATION=activation, COLUMNS=columns,
         ROWS=count, num_warps=warps, num_stages=1, **early(x.device),
     )  # fmt: skip
     return both, out
+
+
+def parts_of(weight: Matrix | None) -> tuple[Any, Tensor | None]:
+    """(values, scales) of a matrix; scales are None where there are none."""
+    return weight if isinstance(weight, Float8Rows) else (weight, None)
+
+
+@triton.jit
+def few_times_matrix(
+    x, values, scales, bias, out, m, n,
+    K: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """out [m, n] = x [m, K] times the transposed e4m3 matrix, values [n, K] times scales [n], plus bias [n] or None.
+    TOKENS: a power of two, at least m. Program i computes ROWS rows of the matrix."""
+    token, k = tl.arange(0, TOKENS), tl.arange(0, COLUMNS)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    await_kernel_ahead(EARLY)
+    sums = tl.zeros((ROWS, TOKENS), tl.float32)
+    of_rows, of_x = values + row.to(tl.int64)[:, None] * K + k[None, :], x + token[None, :] * K + k[:, None]
+    for start in range(0, K, COLUMNS):
+        within = start + k < K
+        w = tl.load(of_rows + start, mask=(row < n)[:, None] & within[None, :], other=0.0)
+        a = tl.load(of_x + start, mask=(token < m)[None, :] & within[:, None], other=0.0)
+        sums = tl.dot(w.to(a.dtype), a, sums, input_precision="ieee")
+    sums *= tl.load(scales + row, mask=row < n, other=0.0)[:, None]
+    if bias is not None:
+        sums += tl.load(bias + row, mask=row < n, other=0.0).to(tl.float32)[:, None]
+    there = (row < n)[:, None] & (token < m)[None, :]
+    tl.store(out + token[None, :] * n + row[:, None], sums.to(out.dtype.element_ty), mask=there)
+
+
+def multiply_few(weight: Float8Rows, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [M, K] times the transpose of an e4m3 matrix [N, K], plus bias [N]: [M, N] in the dtype of x. For few tokens,
+    up to about 64, whose products are bound by reading the matrix. All must be contiguous."""
+    (tokens, width), rows = x.shape, len(weight.values)
+    out, of_tokens = x.new_empty(tokens, rows), padded(tokens)
+    of_program = 64 if rows >= 64 * FEW // 2 else 32
+    few_times_matrix[(tiles(rows, of_program),)](
+        x, *weight, bias, out, tokens, rows, K=width, TOKENS=of_tokens, ROWS=of_program,
+        COLUMNS=128, num_warps=4, num_stages=4, **early(x.device),
+    )  # fmt: skip
+    return out
