@@ -77,7 +77,6 @@ def _lines() -> list[str]:
 def _load(
     checkpoint: Checkpoint, device: str, dtype: "torch.dtype | None", kernels: Kernels, float8: bool
 ) -> "Generator":
-    from sparsellm.inference.accelerate import is_accelerated
     from sparsellm.inference.generation import Generator
     from sparsellm.ops import backend
     from sparsellm.runs import precision
@@ -89,7 +88,7 @@ def _load(
         asked = None if on_cpu else kernels.name
         generator = Generator.load(checkpoint.model, device, dtype, kernels=asked, float8=float8)
     why = precision.default_on(device) if dtype is None else f"dtype={precision.dtype_name(dtype)}"
-    if obstacle is None and not is_accelerated(generator.decoder):
+    if obstacle is None and not generator.is_accelerated:
         obstacle = backend.available()[1] or "they compute ReLU gates"
     warn(precision.computation(generator.dtype, why, obstacle))
     return generator

@@ -467,7 +467,7 @@ class GenerateConfig:
     device: Device = key(Device.auto, DEVICE)
     kernels: Kernels = key(Kernels.auto, KERNELS)
     float8: bool = key(
-        False, "Compute the gate product of long prompts (1,536 tokens together) in FP8; decoding stays bfloat16."
+        False, "Decode up to 64 sequences with FP8 weights (activations stay bfloat16); see docs/INFERENCE.md."
     )
 
 

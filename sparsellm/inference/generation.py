@@ -33,8 +33,13 @@ from sparsellm.hf import conversion, pretrained
 from sparsellm.inference import layer_forward
 from sparsellm.inference.accelerate import accelerate
 from sparsellm.inference.feedforward import SparseFeedForward
+from sparsellm.inference.float8_feedforward import Float8FeedForward
 from sparsellm.model.decoder import Decoder, DecoderLayer, SiluFeedForward
 from sparsellm.model.rotary import rotary_tables
+from sparsellm.ops.borders import FEW_TOKENS
+from sparsellm.ops.float8 import CAPABILITY
+from sparsellm.ops.float8_weights import round_weight
+from sparsellm.system.console import warn
 
 CACHE_MULTIPLE = 64  # round positions up, so that prompts of similar length share a graph
 MOST_PROMPTS = 65_535  # per call: the limit of a kernel's grid
@@ -74,6 +79,24 @@ class Sampling(NamedTuple):
 GREEDY = Sampling()
 
 
+def _check_float8(device: torch.device, dtype: torch.dtype, kernels: str | None) -> None:
+    """Raise ValueError where weights in FP8 cannot be multiplied."""
+    if kernels not in (None, "auto", "cuda"):
+        raise ValueError(
+            f"float8 is True with kernels={kernels!r}: kernels should be 'cuda', or None for dense feedforward layers,"
+            " because no other sparse engines read FP8"
+        )
+    if device.type != "cuda":
+        return
+    if torch.cuda.get_device_capability(device) < CAPABILITY:
+        raise ValueError(
+            f"float8 is True: it should be False on {torch.cuda.get_device_name(device)}, because FP8 needs compute"
+            " capability 8.9 or higher"
+        )
+    if dtype != torch.bfloat16:
+        raise ValueError(f"float8 is True with dtype={dtype}: dtype should be torch.bfloat16 on a GPU")
+
+
 class Batch:
     """Static memory for B sequences of up to S positions: key/value cache, current lengths, and last tokens."""
 
@@ -101,11 +124,13 @@ class Generator:
         dtype: The dtype of the weight matrices and the key/value cache.
         kernels: An argument of `accelerate`; None does not accelerate. SiLU models are never accelerated.
         calibrate: An argument of `accelerate`.
-        float8: Compute the gate product of the tile engine in FP8, in prompts with 1,536 or more tokens together. A
-            message says that attention and decoding stay bfloat16, for which there are no FP8 kernels here.
+        float8: Weight-only FP8: round the matrices of attention, feedforward layers and head to e4m3, with a scale per
+            row, and keep no others except the embedding. Activations stay in `dtype`. Sparse feedforward layers need
+            the CUDA kernels. Up to 64 sequences; a prompt of more tokens is computed from weights in `dtype` that are
+            made for each layer, with the gate product of the tile engine, from 1,536 tokens on, in FP8.
 
     Raises:
-        ValueError: `float8` is True, and the model, its dtype or `kernels` has no FP8 product.
+        ValueError: `float8` is True, and the model, its dtype, the GPU or `kernels` has no FP8 product.
         KernelsUnavailable: The Triton kernels, which dense models need too, do not run on this GPU.
     """
 
@@ -122,19 +147,31 @@ class Generator:
         self.device = decoder.embed_tokens.weight.device
         layer_forward.require_kernels(decoder.embed_tokens.weight)
         self.config, self.stop, self.tokenizer, self.dtype = decoder.config, frozenset(stop), tokenizer, dtype
-        self.decoder = decoder.requires_grad_(False).eval()
+        if float8:
+            _check_float8(self.device, dtype, kernels)
+        self.float8, self.decoder = float8, decoder.requires_grad_(False).eval()
         for parameter in decoder.parameters():
             parameter.data = parameter.data.to(dtype if parameter.dim() == 2 else torch.float32).contiguous()
-        if float8:  # refuses what has no FP8 product, such as SiLU models
-            accelerate(decoder, kernels or "torch", calibrate=calibrate, float8="gate")
-        elif kernels is not None and not isinstance(decoder.layers[0].mlp, SiluFeedForward):
-            accelerate(decoder, kernels, calibrate=calibrate)
-        for block in decoder.modules():
-            if isinstance(block, SparseFeedForward):
-                block.returns_statistics = False  # unused here
+        if kernels is not None and not isinstance(decoder.layers[0].mlp, SiluFeedForward):
+            # In FP8, "auto" would leave the feedforward layers dense where the CUDA kernels are unavailable.
+            accelerate(decoder, "cuda" if float8 else kernels, calibrate=calibrate)
         self.layers = [layer for layer in decoder.layers if isinstance(layer, DecoderLayer)]
-        self.merged = [layer_forward.Projection.of(layer.self_attn) for layer in self.layers]
+        for layer in self.layers:
+            if isinstance(block := layer.mlp, SparseFeedForward):
+                block.returns_statistics = False  # unused here
+                if float8:
+                    layer.mlp = Float8FeedForward(block)
+        self.weights = [layer_forward.Weights.of(layer, float8) for layer in self.layers]
+        self.head: layer_forward.Matrix = round_weight(decoder.head) if float8 else decoder.head
+        if float8:
+            if decoder.lm_head is not None:
+                decoder.lm_head.weight.data = decoder.head.new_empty(0)
+            warn(f"FP8: weights of attention, feedforward layers and head; activations stay {dtype}")
         self._idle: dict[tuple[int, int], Batch] = {}  # batches that no stream uses, by size and positions
+
+    @property
+    def is_accelerated(self) -> bool:
+        return any(isinstance(layer.mlp, SparseFeedForward | Float8FeedForward) for layer in self.layers)
 
     @classmethod
     def load(
@@ -227,8 +264,9 @@ class Generator:
             raise ValueError(
                 f"the prompts have {lengths} tokens: there should be at least one prompt, with at least one token each"
             )
-        if len(lengths) > MOST_PROMPTS:
-            raise ValueError(f"{len(lengths):,} prompts were passed: pass at most {MOST_PROMPTS:,} per call")
+        if len(lengths) > (most := FEW_TOKENS if self.float8 else MOST_PROMPTS):
+            in_float8 = " in FP8" if self.float8 else ""
+            raise ValueError(f"{len(lengths):,} prompts were passed: pass at most {most:,} per call{in_float8}")
         if new_tokens < 1:
             raise ValueError(f"new_tokens is {new_tokens}: it should be at least 1")
         context, vocabulary = self.config.context_length, self.config.vocab_size
@@ -276,7 +314,7 @@ class Generator:
         with self._alone(), layer_forward.attention_of_any_shape(self.device):
             for i, layer in enumerate(self.layers):
                 caches = batch.keys[i], batch.values[i]
-                x, y = layer_forward.of_prompts(layer, self.merged[i], x, y, batch.tables, places, caches)
+                x, y = layer_forward.of_prompts(layer, self.weights[i], x, y, batch.tables, places, caches)
         last = places.ends - 1
         batch.tokens.copy_(sampling.draw(self._logits(x[last], y[last]), batch.generator))
         batch.lengths.copy_(lengths)
@@ -293,7 +331,9 @@ class Generator:
     def _logits(self, x: Tensor, y: Tensor) -> Tensor:
         """x + y [B, K] -> [B, V] float32."""
         _, normed = layer_forward.sum_norm(x, y, self.decoder.norm, self.dtype)
-        return F.linear(normed, self.decoder.head).float()
+        if isinstance(self.head, Tensor):
+            return F.linear(normed, self.head).float()
+        return layer_forward.product(normed, self.head).float()
 
     def _step(self, batch: Batch, sampling: Sampling) -> None:
         if self.device.type != "cuda":
@@ -318,7 +358,7 @@ class Generator:
         x, y = self._embedded(batch.tokens)
         for i, layer in enumerate(self.layers):
             caches = batch.keys[i], batch.values[i]
-            x, y = layer_forward.of_step(layer, self.merged[i], x, y, batch.tables, batch.lengths, caches)
+            x, y = layer_forward.of_step(layer, self.weights[i], x, y, batch.tables, batch.lengths, caches)
         batch.tokens.copy_(sampling.draw(self._logits(x, y), batch.generator))
         batch.lengths.add_(1)
 

@@ -10,7 +10,8 @@ kernel computes the sum and the following norm, and for a single token the follo
 Letters: B sequences, R tokens of a call over all sequences, T length of the longest sequence, S cache positions, K
 model width, H heads of width D, H_kv key/value heads, each shared by H / H_kv query heads. Numerics: sums, norms,
 rotation and activations are float32; normalised inputs, rotated heads, activated gates and the results of matmuls are
-rounded to the dtype of the weights.
+rounded to the dtype of the weights. Matrices may be e4m3 (weight-only FP8); rounding is then to the dtype of the
+activations.
 """
 
 from collections.abc import Iterator
@@ -20,9 +21,8 @@ from typing import NamedTuple, Self, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from sparsellm.inference.feedforward import SparseFeedForward
 from sparsellm.model.decoder import (
     Attention,
     DecoderLayer,
@@ -34,27 +34,52 @@ from sparsellm.model.decoder import (
     rotate,
 )
 from sparsellm.ops import backend
+from sparsellm.ops.borders import FEW_TOKENS
 from sparsellm.ops.compiler import KernelsUnavailable
+from sparsellm.ops.float8_gate import Float8Rows
+from sparsellm.ops.float8_weights import round_weight
 
 Caches = tuple[Tensor, Tensor]  # one layer's keys and values [B, S, H_kv, D]
 Tables = tuple[Tensor, Tensor]  # cos and sin of each position [S, D] float32, halves repeated
 
 
-class Projection(NamedTuple):
-    """The query, key and value projections merged: one matmul instead of three."""
+Matrix = Tensor | Float8Rows  # a weight [N, K]
 
-    weight: Tensor  # [(H + 2 H_kv) D, K]
-    bias: Tensor | None  # [(H + 2 H_kv) D], in the dtype of the weight
+
+class Weights(NamedTuple):
+    """The matrices of a layer, with the query, key and value projections merged: one matmul instead of three."""
+
+    heads: Matrix  # [(H + 2 H_kv) D, K]
+    bias: Tensor | None  # [(H + 2 H_kv) D], in the dtype of the activations
+    out: Matrix  # [K, H D]
+    first: Matrix | None  # [N, K]: the gate, or the up projection without a gate; None: the block computes itself
+    up: Matrix | None  # [N, K]: the up projection beside a gate
+    down: Matrix | None  # [K, N]
 
     @classmethod
-    def of(cls, attention: Attention) -> Self:
-        """Merge the projections of `attention`; its weights become views of the merged weight."""
+    def of(cls, layer: DecoderLayer, float8: bool) -> Self:
+        """The weights of `layer`, whose own query, key and value weights become views of the merged one. float8: rounded
+        to e4m3 (sparsellm.ops.float8_weights); the layer's own are then empty, so that each is stored once."""
+        attention, block = layer.self_attn, layer.mlp
         projections = attention.q_proj, attention.k_proj, attention.v_proj
-        weight = torch.cat([proj.weight for proj in projections])
-        for proj, part in zip(projections, weight.split([len(proj.weight) for proj in projections]), strict=True):
+        heads = torch.cat([proj.weight for proj in projections])
+        for proj, part in zip(projections, heads.split([len(proj.weight) for proj in projections]), strict=True):
             proj.weight.data = part
         biases: list[Tensor] = [proj.bias for proj in projections if proj.bias is not None]
-        return cls(weight, torch.cat(biases).to(weight.dtype) if biases else None)
+        bias = torch.cat(biases).to(heads.dtype) if biases else None
+        matrices: list[Tensor | None] = [heads, attention.o_proj.weight, None, None, None]
+        if isinstance(block, GatedFeedForward):
+            matrices[2:] = block.gate_proj.weight, block.up_proj.weight, block.down_proj.weight
+        elif isinstance(block, NonGatedFeedForward):
+            matrices[2:] = block.up_proj.weight, None, block.down_proj.weight
+        if not float8:
+            heads, out, first, up, down = matrices
+            return cls(heads, bias, out, first, up, down)
+        heads, out, first, up, down = (None if matrix is None else round_weight(matrix) for matrix in matrices)
+        for linear in layer.modules():
+            if isinstance(linear, nn.Linear):
+                linear.weight.data = linear.weight.new_empty(0)
+        return cls(heads, bias, out, first, up, down)
 
 
 class Places(NamedTuple):
@@ -78,23 +103,23 @@ class Places(NamedTuple):
 
 
 def of_prompts(
-    layer: DecoderLayer, merged: Projection, x: Tensor, y: Tensor, tables: Tables, places: Places, caches: Caches
+    layer: DecoderLayer, weights: Weights, x: Tensor, y: Tensor, tables: Tables, places: Places, caches: Caches
 ) -> tuple[Tensor, Tensor]:
     """One layer on prompt tokens: x and y [R, K] -> x and y after the layer. Writes keys and values to the caches."""
-    x, heads = _heads(layer, merged, x, y)
+    x, heads = _heads(layer, weights, x, y)
     queries = _placed(layer.self_attn, heads, tables, places, caches)
     q, k, v = (part[:, : places.longest].transpose(1, 2) for part in (queries, *caches))
     found = causal_attention(q, k, v).transpose(1, 2).flatten(0, 1)
-    return _after_attention(layer, x, found if places.padded is None else found[places.padded])
+    return _after_attention(layer, weights, x, found if places.padded is None else found[places.padded])
 
 
 def of_step(
-    layer: DecoderLayer, merged: Projection, x: Tensor, y: Tensor, tables: Tables, lengths: Tensor, caches: Caches
+    layer: DecoderLayer, weights: Weights, x: Tensor, y: Tensor, tables: Tables, lengths: Tensor, caches: Caches
 ) -> tuple[Tensor, Tensor]:
     """One layer on one token per sequence: x and y [B, K] -> x and y after the layer. Appends a position to the caches,
     which hold `lengths` [B] int64 positions."""
-    x, heads = _heads(layer, merged, x, y)
-    return _after_attention(layer, x, _attend(layer.self_attn, heads, tables, lengths, caches))
+    x, heads = _heads(layer, weights, x, y)
+    return _after_attention(layer, weights, x, _attend(layer.self_attn, heads, tables, lengths, caches))
 
 
 def sum_norm(x: Tensor, y: Tensor, norm: RMSNorm, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -147,14 +172,14 @@ def require_kernels(x: Tensor) -> None:
             ) from error
 
 
-def _heads(layer: DecoderLayer, merged: Projection, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def _heads(layer: DecoderLayer, weights: Weights, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """x and y [R, K] -> (x + y, heads [R, H + 2 H_kv, D])."""
     norm = layer.input_layernorm
     if len(x) == 1 and by_kernels(x):
-        x, heads = _kernels().multiply(merged.weight, x, y, norm.weight, norm.eps, merged.bias)
+        x, heads = _kernels().multiply(weights.heads, x, y, norm.weight, norm.eps, weights.bias)
     else:
-        x, normed = sum_norm(x, y, norm, merged.weight.dtype)
-        heads = F.linear(normed, *merged)
+        x, normed = sum_norm(x, y, norm, y.dtype)
+        heads = product(normed, weights.heads, weights.bias)
     return x, heads.view(len(x), -1, layer.self_attn.head_dim)
 
 
@@ -210,30 +235,33 @@ def _attend(attention: Attention, heads: Tensor, tables: Tables, lengths: Tensor
     return F.scaled_dot_product_attention(queries, *past, attn_mask=there[:, None, None]).flatten(1, 2)
 
 
-def _after_attention(layer: DecoderLayer, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def _after_attention(layer: DecoderLayer, weights: Weights, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """x [R, K], attention output y [R, H, D] -> (x + the projected y, the feedforward block's output [R, K], which is
     still to be added)"""
     norm, block = layer.post_attention_layernorm, layer.mlp
-    y = _product(y.flatten(1), layer.self_attn.o_proj.weight)
-    if isinstance(block, SparseFeedForward):
+    y = product(y.flatten(1), weights.out)
+    first, up, down = weights.first, weights.up, weights.down
+    if first is None or down is None:
         x, normed = sum_norm(x, y, norm, y.dtype)
         return x, cast(Tensor, block(normed))
-    assert isinstance(block, GatedFeedForward | NonGatedFeedForward)
     activation = "silu" if isinstance(block, SiluFeedForward) else "relu"
-    first, up = block.up_proj.weight, None
-    if isinstance(block, GatedFeedForward):
-        first, up = block.gate_proj.weight, first
     if len(x) == 1 and by_kernels(x):
         x, h = _kernels().multiply(first, x, y, norm.weight, norm.eps, activation=activation, up=up)
     else:
         x, normed = sum_norm(x, y, norm, y.dtype)
-        h = _activated(F.linear(normed, first), None if up is None else F.linear(normed, up), activation)
-    return x, _product(h, block.down_proj.weight)
+        h = _activated(product(normed, first), None if up is None else product(normed, up), activation)
+    return x, product(h, down)
 
 
-def _product(x: Tensor, weight: Tensor) -> Tensor:
-    """x [R, K], weight [N, K] -> [R, N]."""
-    return _kernels().multiply(weight, x)[1] if len(x) == 1 and by_kernels(x) else F.linear(x, weight)
+def product(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+    """x [R, K], weight [N, K], bias [N] -> [R, N]."""
+    if by_kernels(x) and len(x) == 1:
+        return _kernels().multiply(weight, x, bias=bias)[1]
+    if isinstance(weight, Float8Rows):
+        if by_kernels(x) and len(x) <= FEW_TOKENS:
+            return _kernels().multiply_few(weight, x, bias)
+        weight = weight.to(x.dtype)
+    return F.linear(x, weight, bias)
 
 
 def _activated(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:

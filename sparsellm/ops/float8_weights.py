@@ -1,7 +1,7 @@
 """Weights stored in FP8 (e4m3) for text generation; activations stay as they are.
 
 A matrix is rounded with a scale per row, which is a power of two: the smallest with which the row's largest magnitude
-is at most 448, the largest e4m3 number. So the rounded matrix is exact in bfloat16 as well, and a kernel that reads e4m3
+is at most 448, the largest e4m3 number. So the rounded matrix is exact in bfloat16 as well: a kernel that reads e4m3
 multiplies by the same numbers as a product of the matrix in bfloat16.
 
 Letters: K model width, N neurons, R rows of any matrix.
@@ -43,9 +43,8 @@ class Float8Layer(NamedTuple):
     def of(cls, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> Self:
         """The layer of w_gate and w_up [N, K] and w_down [K, N], rounded."""
         up, down = round_weight(w_up), round_weight(w_down.t())
-        return cls(
-            None if w_gate is None else round_weight(w_gate), Float8Rows(up.values, up.scales * down.scales), down.values
-        )
+        gate = None if w_gate is None else round_weight(w_gate)
+        return cls(gate, Float8Rows(up.values, up.scales * down.scales), down.values)
 
     @property
     def thresholded(self) -> Float8Rows:

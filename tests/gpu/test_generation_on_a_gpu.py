@@ -41,7 +41,7 @@ def generator(engine, device=DEVICE, **attention):
 def shift_vectors(made, random):
     """Makes norms other than one, and biases other than zero."""
     vectors = [parameter for parameter in made.decoder.parameters() if parameter.dim() == 1]
-    for vector in [*vectors, *(merged.bias for merged in made.merged if merged.bias is not None)]:
+    for vector in [*vectors, *(weights.bias for weights in made.weights if weights.bias is not None)]:
         vector.data += 0.3 * torch.randn(vector.shape, generator=random, device=DEVICE)
 
 
@@ -90,7 +90,7 @@ def test_kernels_that_start_early_compute_the_same_bits(engine, prompts, monkeyp
 @pytest.mark.parametrize("attention", [{}, QWEN3, QWEN2], ids=["llama", "qwen3", "qwen2"])
 def test_a_step_by_kernels_is_that_of_pytorch_operator_by_operator(attention, size, monkeypatch):
     made = generator(None, context_length=4096, **attention)
-    layer, merged, random = made.layers[0], made.merged[0], torch.Generator(DEVICE).manual_seed(0)
+    layer, merged, random = made.layers[0], made.weights[0], torch.Generator(DEVICE).manual_seed(0)
     shift_vectors(made, random)
 
     def draw(*shape, dtype=torch.bfloat16):

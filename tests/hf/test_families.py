@@ -169,7 +169,7 @@ def test_a_generator_in_bfloat16_takes_biases_and_norms(tmp_path):
     for family in ("qwen2p5", "qwen3"):
         stock_model(family).save_pretrained(tmp_path / family)
         generator = Generator(decoder_of(tmp_path / family)[0], dtype=torch.bfloat16)
-        assert generator.merged[0].weight.dtype == torch.bfloat16
+        assert generator.weights[0].heads.dtype == torch.bfloat16
         assert len(list(generator.stream([[5, 17], [3]], 4))) == 4
 
 

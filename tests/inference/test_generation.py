@@ -49,16 +49,36 @@ def test_greedy_tokens_are_those_of_transformers(name, activation, kernels):
     assert all_of(generator, PROMPTS, 40) == expected  # in memory used by earlier calls
 
 
-def test_float8_is_the_gate_of_prompts_alone_and_refused_where_there_is_none(monkeypatch):
-    asked = []
-    monkeypatch.setattr(generation, "accelerate", lambda *_, **settings: asked.append(settings))
-    Generator(make("decoder"), float8=True)
-    assert asked == [{"calibrate": True, "float8": "gate"}]
-    monkeypatch.undo()
-    with pytest.raises(ValueError, match="float8 is 'gate' with kernels='torch'"):
-        Generator(make("decoder"), kernels=None, float8=True)
-    with pytest.raises(ValueError, match="SiLU"):
-        Generator(make("decoder", activation=Activation.silu), float8=True)
+@pytest.mark.parametrize("model", ["decoder", "not_gated", "tied", "silu"])
+def test_float8_computes_with_the_rounded_weights_and_keeps_no_others(model):
+    """On a CPU, in PyTorch: the texts are those of a decoder with the rounded weights."""
+    kind = {"activation": Activation.silu} if model == "silu" else {}
+    if model == "not_gated":
+        kind["gated"] = False
+    if model == "tied":
+        kind["tie_embeddings"] = True
+    decoder, rounded = make("decoder", **kind), make("decoder", **kind)
+    for name, parameter in rounded.named_parameters():
+        if parameter.dim() == 2 and "embed" not in name:
+            parameter.data = float8_weights.round_weight(parameter).to(torch.float32)
+    ours, theirs = (Generator(each, kernels=None, float8=each is decoder) for each in (decoder, rounded))
+    if model == "tied":
+        theirs.head = float8_weights.round_weight(theirs.head).to(torch.float32)
+    assert all_of(ours, PROMPTS, 20) == all_of(theirs, PROMPTS, 20)
+    assert sum(p.numel() for p in decoder.parameters() if p.dim() == 2) == decoder.embed_tokens.weight.numel()
+    matrices = [matrix for weights in ours.weights for matrix in weights if matrix is not None]
+    assert all(matrix.values.dtype == torch.float8_e4m3fn for matrix in [*matrices, ours.head])
+
+
+def test_float8_is_refused_where_nothing_multiplies_it():
+    with pytest.raises(KernelsUnavailable):  # never silently dense
+        Generator(make("decoder"), float8=True)
+    for kernels in ("torch", "triton"):
+        with pytest.raises(ValueError, match=f"float8 is True with kernels='{kernels}'"):
+            Generator(make("decoder"), kernels=kernels, float8=True)
+    generator = Generator(make("decoder"), kernels=None, float8=True)
+    with pytest.raises(ValueError, match="65 prompts were passed: pass at most 64 per call in FP8"):
+        generator.stream([[1]] * 65, 1)
 
 
 @pytest.mark.slow

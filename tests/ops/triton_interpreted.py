@@ -403,7 +403,7 @@ def test_a_decoding_step_by_kernels_is_that_of_pytorch(model, size, monkeypatch)
     batch = generation.Batch(made.config, size, 64, made.device, torch.float32)
     batch.lengths.copy_(torch.linspace(1, 63, size).long())
     x, y, keys, values = (torch.randn(shape) for shape in [(size, 64)] * 2 + [batch.keys.shape[1:]] * 2)
-    inputs, found = (made.layers[0], made.merged[0], x, y, batch.tables, batch.lengths), []
+    inputs, found = (made.layers[0], made.weights[0], x, y, batch.tables, batch.lengths), []
     for by_kernels in (False, True):
         monkeypatch.setattr(layer_forward, "by_kernels", lambda _, chosen=by_kernels: chosen)
         caches = keys.clone(), values.clone()

@@ -197,14 +197,6 @@ def rows_of(matrix, row, n, k, K: tl.constexpr):
 
 
 @triton.jit
-def scales_of(scales, row, n):
-    """The scales of rows `row` of a matrix [n, K]; 1 if it has none."""
-    if scales is None:
-        return 1.0
-    return tl.load(scales + row, mask=row < n, other=0.0)
-
-
-@triton.jit
 def matrix_vector(
     x, y, norm, weight, scales, up, up_scales, bias, both, out, n, steps,
     EPS: tl.constexpr, K: tl.constexpr, ACTIVATION: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
@@ -221,6 +213,9 @@ def matrix_vector(
     within, dtype = k < K, out.dtype.element_ty
     w = rows_of(weight, row, n, k, K)
     u = w if up is None else rows_of(up, row, n, k, K)
+    if scales is not None:
+        of_w = tl.load(scales + row, mask=row < n, other=0.0)
+        of_u = of_w if up is None else tl.load(up_scales + row, mask=row < n, other=0.0)
     await_kernel_ahead(EARLY)
     a = tl.load(x + k, mask=within, other=0.0).to(tl.float32)
     if y is not None:
@@ -230,24 +225,26 @@ def matrix_vector(
     if norm is not None:
         scale = tl.load(norm + k, mask=within, other=0.0)
         a = (a * tl.rsqrt(tl.sum(a * a, 0) / K + EPS) * scale).to(dtype).to(tl.float32)
-    s = scales_of(scales, row, n)
-    of_u = scales_of(up_scales, row, n)
     for _ in range(steps):
         next_row = row + tl.num_programs(0) * ROWS
         next_w = rows_of(weight, next_row, n, k, K)
         next_u = next_w if up is None else rows_of(up, next_row, n, k, K)
-        next_s = scales_of(scales, next_row, n)
-        next_of_u = scales_of(up_scales, next_row, n)
-        sums = tl.sum(w.to(tl.float32) * a[None, :], 1) * s
+        sums = tl.sum(w.to(tl.float32) * a[None, :], 1)
+        if scales is not None:
+            sums *= of_w
+            of_w = tl.load(scales + next_row, mask=next_row < n, other=0.0)
         if bias is not None:
             sums += tl.load(bias + row, mask=row < n, other=0.0).to(tl.float32)
         if ACTIVATION != "":
             sums = activated(sums.to(dtype).to(tl.float32), ACTIVATION)
         if up is not None:
-            of_up = (tl.sum(u.to(tl.float32) * a[None, :], 1) * of_u).to(dtype).to(tl.float32)
-            sums = sums.to(dtype).to(tl.float32) * of_up
+            of_up = tl.sum(u.to(tl.float32) * a[None, :], 1)
+            if scales is not None:
+                of_up *= of_u
+                of_u = tl.load(up_scales + next_row, mask=next_row < n, other=0.0)
+            sums = sums.to(dtype).to(tl.float32) * of_up.to(dtype).to(tl.float32)
         tl.store(out + row, sums.to(dtype), mask=row < n)
-        row, w, u, s, of_u = next_row, next_w, next_u, next_s, next_of_u
+        row, w, u = next_row, next_w, next_u
 
 
 def multiply(
