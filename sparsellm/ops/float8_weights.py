@@ -25,7 +25,7 @@ def round_weight(matrix: Tensor) -> Float8Rows:
     mantissa, exponent = torch.frexp(largest)  # 448 is 0.875 times 2^9
     exponent = exponent - 9 + (mantissa > 0.875)
     scales = (exponent + _BIAS).to(torch.int32).bitwise_left_shift(_MANTISSA_BITS).view(torch.float32)
-    return Float8Rows((matrix.detach().float() / scales[:, None]).to(torch.float8_e4m3fn), scales)
+    return Float8Rows((matrix.detach().float() / scales[:, None]).to(torch.float8_e4m3fn).contiguous(), scales)
 
 
 class Float8Layer(NamedTuple):

@@ -47,6 +47,19 @@ def expect_layer(x, w_gate, w_up, w_down_t=None):
             expect(weight, torch.bfloat16, n, k)
 
 
+def row_forward_float8(x, w_gate, w_up, w_down_t, gate_scales, up_scales, counting):
+    assert 0 < len(x) <= borders.FEW_TOKENS
+    expect_float8(w_up if w_gate is None else w_gate, gate_scales)
+    if w_gate is not None:
+        expect_float8(w_up, up_scales)
+    expect(w_down_t, torch.float8_e4m3fn, *w_up.shape)
+    gate, up = (w_up, w_gate) if w_gate is None else (w_gate, w_up)
+    g = torch.relu(x.float() @ Float8Rows(gate, gate_scales).to(torch.float32).T).bfloat16()
+    h = g if up is None else (g * (x.float() @ Float8Rows(up, up_scales).to(torch.float32).T).bfloat16())
+    ASKED.append((len(x), "row, float8"))
+    return [(h.float() @ w_down_t.float()).bfloat16()]
+
+
 def expect_float8(values, scales):
     expect(values, torch.float8_e4m3fn, *values.shape)
     assert values.shape[1] % 16 == 0
@@ -174,7 +187,8 @@ def transpose(matrix, transposed):
 @contextmanager
 def registered() -> Iterator[None]:
     functions = (
-        gate_pack, gate_pack_float8, quantize_rows, row_forward, tile_forward, tile_forward_float8, tile_backward,
+        gate_pack, gate_pack_float8, quantize_rows, row_forward, row_forward_float8, tile_forward, tile_forward_float8,
+        tile_backward,
         tile_saved_bytes, tile_saved_field, limit, dense_forward, dense_backward, transpose,
     )  # fmt: skip
     found = schemas()

@@ -22,6 +22,7 @@ from sparsellm.inference.kernels import decoding, pointwise, prompts
 from sparsellm.model import Decoder
 from sparsellm.ops import Plan, borders, reference
 from sparsellm.ops.feedforward import output_of
+from sparsellm.ops.float8_weights import round_weight
 from sparsellm.ops.triton import clusters, engines, plan, tuning
 
 cases.DEVICE = "cpu"
@@ -361,6 +362,32 @@ def test_products_of_one_token(width, rows, biased, activation, gating, given, d
     if gating:
         expected *= a @ up.double().T
     torch.testing.assert_close(out.double(), expected, atol=close * expected.abs().max(), rtol=close)
+
+
+@pytest.mark.parametrize("gating", [False, True])
+@pytest.mark.parametrize(("width", "rows"), [(64, 48), (1000, 7)])
+def test_products_of_one_token_with_e4m3_matrices(width, rows, gating, monkeypatch):
+    monkeypatch.setattr(decoding, "WARPS", 5)
+    x, y, norm = (torch.randn(shape) for shape in ((1, width), (1, width), (width,)))
+    weight, up = (round_weight(w * 10.0 ** torch.linspace(-5, 5, rows)[:, None]) for w in torch.randn(2, rows, width))
+    both, out = decoding.multiply(weight, x, y, norm, 0.1, None, "relu" if gating else "", up if gating else None)
+    assert torch.equal(both, x + y)
+    a = torch.nn.functional.rms_norm((x + y).double(), (width,), norm.double(), 0.1)
+    expected = a @ weight.exact().T
+    if gating:
+        expected = torch.relu(expected) * (a @ up.exact().T)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("tokens", "width", "rows"), [(2, 64, 48), (17, 1000, 7), (64, 300, 130)])
+def test_products_of_few_tokens_with_an_e4m3_matrix(tokens, width, rows, biased):
+    x, bias = torch.randn(tokens, width), torch.randn(rows) if biased else None
+    matrix = round_weight(torch.randn(rows, width) * 10.0 ** torch.linspace(-5, 5, rows)[:, None])
+    found = decoding.multiply_few(matrix, x, bias)
+    expected = x.double() @ matrix.exact().T + (0 if bias is None else bias.double())
+    allowed = 1e-5 * (x.double().abs() @ matrix.exact().abs().T + expected.abs())
+    assert ((found.double() - expected).abs() <= allowed).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -17,13 +17,14 @@ from triton.compiler import ASTSource
 
 from sparsellm.inference.kernels import decoding, pointwise, prompts
 from sparsellm.ops import Plan, borders
+from sparsellm.ops.float8_gate import Float8Rows
 from sparsellm.ops.triton import clusters, dense, engines, nonzeros, plan, products, transpose, tuning
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 MODULES = (plan, clusters, products, nonzeros, dense, transpose, pointwise, decoding, prompts)
 TYPES = {
     torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8",
-    torch.bool: "*i1", torch.int8: "*i8", torch.float16: "*fp16",
+    torch.bool: "*i1", torch.int8: "*i8", torch.float16: "*fp16", torch.float8_e4m3fn: "*fp8e4nv",
 }  # fmt: skip
 OPTIONS = ("num_warps", "num_stages")
 
@@ -124,6 +125,19 @@ def of_decoding(
         for up in (None, weight):
             decoding.multiply(weight, x, x.to(dtype), x[0], 1e-6, activation="silu", up=up)
         decoding.multiply(weight, x.to(dtype))
+    return list(found.values())
+
+
+def of_float8_decoding(k: int, n: int) -> list[Launch]:
+    """Every launch of products with e4m3 matrices [n, k]."""
+    with recording(tuning.SMALL) as found:
+        matrix = Float8Rows(torch.zeros((n, k), dtype=torch.float8_e4m3fn), torch.zeros(n))
+        x = torch.zeros((64, k), dtype=torch.bfloat16)
+        decoding.multiply(matrix, x[:1].float(), x[:1], torch.zeros(k), 1e-6)
+        decoding.multiply(matrix, x[:1].float(), x[:1], torch.zeros(k), 1e-6, activation="relu", up=matrix)
+        decoding.multiply(matrix, x[:1])
+        for tokens in (2, 17, 64):
+            decoding.multiply_few(matrix, x[:tokens])
     return list(found.values())
 
 
