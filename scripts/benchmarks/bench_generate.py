@@ -1,6 +1,6 @@
 """Text generation with a checkpoint, dense and accelerated, with transformers' `generate` and with sparsellm.Generator.
 
-    python -m scripts.benchmarks.bench_generate --checkpoint PATH --text FILE [--batches 1 64] [--json OUT]
+    python -m scripts.benchmarks.bench_generate --checkpoint PATH --text FILE [--batches 1 64] [--float8] [--json OUT]
 
 Prompts are cut from the text. The untrained checkpoint and the text of shaped_checkpoint.py serve as well, with
 --temperature 1e4: tokens are then drawn from the whole vocabulary, so neurons fire as often as on the text with which
@@ -9,11 +9,13 @@ the model was shaped.
 Modes, in which dense and accelerated layers alternate on the same weights:
   eager    transformers' default
   static   cache_implementation="static": transformers compiles the decoding step and replays it as a CUDA graph
-  ours     sparsellm.Generator; its dense side has the same kernels except in the feedforward blocks
+  ours     sparsellm.Generator; its dense side has the same kernels except in the feedforward blocks. --float8 adds both
+           sides with weights in FP8 (weight-only, e4m3)
 `eager` and `static` continue each prompt as the text does; `ours` samples at --temperature.
 
 Printed for each case: the time of a call for one token, which is nearly all prefill; the time of each further token;
-tokens per second and energy per new token of the whole call (NVML's counter); and the share of peak bandwidth: the time
+tokens per second and energy per new token of the whole call (NVML's counter); the speedup of both over the dense model
+and, with --float8, of the steps over the dense model in FP8; and the share of peak bandwidth: the time
 to copy as many bytes as a further token must read (the weights, with the row engine only the rows of neurons that fire;
 keys and values), relative to its measured time. Then the engines that the accelerated layers chose. All times are
 medians of --rounds; the first calls, which compile and choose engines, are not timed.
@@ -43,11 +45,13 @@ from sparsellm.benchmark.timing import Sample, Stopwatch, rate, wait_for
 from sparsellm.config import BenchmarkConfig
 from sparsellm.inference.accelerate import policy_of
 from sparsellm.inference.feedforward import SparseFeedForward
+from sparsellm.inference.float8_feedforward import Float8FeedForward
 from sparsellm.inference.generation import CACHE_MULTIPLE, Generator, Sampling
 from sparsellm.ops import Engine, backend
 from sparsellm.runs.locate import locate
 
 MODES = ("eager", "static", "ours")
+FLOAT8 = ", FP8"  # after the name of a model whose weights are in FP8
 WARMUP = 2  # number of untimed calls before the timed ones
 Call = Callable[[int], object]  # takes the number of new tokens to generate per sequence
 
@@ -140,9 +144,9 @@ def block_inputs(model: Any, text: Tensor) -> list[Tensor]:
 
 
 @torch.no_grad()
-def must_read(model: Any, inputs: list[Tensor], positions: int, engines: Counter[str]) -> float:
+def must_read(model: Any, inputs: list[Tensor], positions: int, engines: Counter[str], float8: bool = False) -> float:
     """Bytes to read for one further token per sequence, after `positions` positions. `engines`: number of layers per
-    engine. For layers on the row engine, only the rows of W_up and W_down that belong to firing neurons count."""
+    engine. float8: weights have one byte. For layers on the row engine, only the rows of W_up and W_down that belong to firing neurons count."""
     embedding, layers = model.get_input_embeddings().weight, model.model.layers
     numbers = float(sum(p.numel() for p in model.parameters()))
     if not model.config.tie_word_embeddings:
@@ -153,7 +157,8 @@ def must_read(model: Any, inputs: list[Tensor], positions: int, engines: Counter
         others = sum(p.numel() for p in layer.mlp.parameters()) - weight.numel()
         numbers -= engines[Engine.row.name] / len(layers) * silent * others
     heads = model.config.num_key_value_heads * (embedding.shape[1] // model.config.num_attention_heads)
-    return model.dtype.itemsize * (numbers + inputs[0].shape[0] * positions * 2 * heads * len(layers))
+    cached = inputs[0].shape[0] * positions * 2 * heads * len(layers)
+    return numbers * (1 if float8 else model.dtype.itemsize) + cached * model.dtype.itemsize
 
 
 def copy_speed(device: torch.device) -> float:
@@ -172,6 +177,8 @@ def engines_of(model: nn.Module, tokens: int) -> Counter[str]:
     """{engine: number of layers that chose it} for calls with `tokens` tokens on the GPU."""
     x = torch.empty(tokens, 8, dtype=torch.bfloat16, device="cuda")
     blocks = [block for block in model.modules() if isinstance(block, SparseFeedForward)]
+    if in_float8 := sum(isinstance(block, Float8FeedForward) for block in model.modules()):
+        return Counter({Engine.row.name: in_float8})  # of up to 64 tokens
     return Counter(block.choice._plan(x, block.up_proj.weight)[0].engine.name for block in blocks)
 
 
@@ -187,9 +194,12 @@ def run_case(
         for name, row in measured.items():
             chosen = models[name].decoder if case.mode == "ours" else models[name]
             engines = engines_of(chosen, case.batch) if device.type == "cuda" else Counter()
-            needed = must_read(stock, inputs, case.context + new // 2, engines)
+            needed = must_read(stock, inputs, case.context + new // 2, engines, name.endswith(FLOAT8))
             row["of_peak"] = None if speed is None else needed / speed / (row["each_ms"] / 1e3)
             row["engines"] = dict(engines)
+            for rival in ("dense", "accelerated", "dense" + FLOAT8):
+                if rival in measured:
+                    row[f"steps_over_{rival}"] = measured[rival]["each_ms"] / row["each_ms"]
     rows = [case._asdict() | {"model": name} | row for name, row in measured.items()]
     harness.table(
         {
@@ -198,6 +208,8 @@ def run_case(
             "tokens/s": f"{row['tokens_per_s']:,.0f}", "mJ/token": cell(row["mj_per_token"], ".1f"),
             "of peak": cell(row["of_peak"], ".0%"),
             "speedup": f"{row['tokens_per_s'] / measured['dense']['tokens_per_s']:.3f}x",
+            "of steps": f"{row['steps_over_dense']:.3f}x",
+            **({"over dense FP8": f"{row['steps_over_dense' + FLOAT8]:.3f}x"} if "dense" + FLOAT8 in measured else {}),
             "layers": ", ".join(f"{engine} {count}" for engine, count in row["engines"].items()),
         }
         for row in rows
@@ -219,8 +231,11 @@ def main() -> None:
     parser.add_argument(
         "--temperature", type=float, default=1.0, help="of the mode `ours`; at 1e4, all tokens are equally likely"
     )
+    parser.add_argument("--float8", action="store_true", help="also both sides of the mode `ours` with weights in FP8")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
+    if args.float8 and "ours" not in args.modes:
+        parser.error(f"--float8 with --modes {' '.join(args.modes)}: only `ours` has weights in FP8")
     if args.new < 2:
         parser.error(f"--new is {args.new}: it should be at least 2")
     if "ours" in args.modes and any(
@@ -245,7 +260,10 @@ def main() -> None:
     models = {"dense": stock, "accelerated": sparsellm.accelerate(phases.sharing_copy(stock), "cuda")}
     own = {}
     if "ours" in args.modes:
-        own = {name: phases.generator_of(Side(subject, name == "accelerated"), device) for name in models}
+        own = {
+            name + (FLOAT8 if float8 else ""): phases.generator_of(Side(subject, name == "accelerated", float8), device)
+            for name, float8 in itertools.product(models, (False, True) if args.float8 else (False,))
+        }
     text, speed = subject.blocks.to(device), copy_speed(device)
     nonzeros = [(x @ gate(layer.mlp).T > 0).sum(1).float().mean().item()
                 for x, layer in zip(block_inputs(stock, text[:, :128]), stock.model.layers, strict=True)]  # fmt: skip

@@ -236,11 +236,12 @@ def prompts_of(subject: Subject, config: BenchmarkConfig) -> list[list[int]]:
 
 
 def generator_of(side: Side, device: torch.device) -> Generator:
-    """A generator without stop tokens, so that every call generates the same number of tokens."""
+    """A generator without stop tokens, so that every call generates the same number of tokens. side.float8: with
+    weights in FP8."""
     with torch.device("meta"):
         decoder = Decoder(side.subject.config, side.subject.activation)
     decoder.load_state_dict(side.subject.weights, assign=True)
-    return Generator(decoder.to(device), dtype=dtype_on(device), kernels=_kernels(side))
+    return Generator(decoder.to(device), dtype=dtype_on(device), kernels=_kernels(side), float8=side.float8)
 
 
 def _kernels(side: Side) -> str | None:

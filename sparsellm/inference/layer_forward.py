@@ -17,7 +17,7 @@ activations.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
-from typing import NamedTuple, Self, cast
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -58,8 +58,8 @@ class Weights(NamedTuple):
 
     @classmethod
     def of(cls, layer: DecoderLayer, float8: bool) -> Self:
-        """The weights of `layer`, whose own query, key and value weights become views of the merged one. float8: rounded
-        to e4m3 (sparsellm.ops.float8_weights); the layer's own are then empty, so that each is stored once."""
+        """The weights of `layer`, whose own query, key and value weights become views of the merged one. float8:
+        rounded to e4m3 (sparsellm.ops.float8_weights); the layer's own are then empty, so that each is stored once."""
         attention, block = layer.self_attn, layer.mlp
         projections = attention.q_proj, attention.k_proj, attention.v_proj
         heads = torch.cat([proj.weight for proj in projections])
@@ -67,19 +67,22 @@ class Weights(NamedTuple):
             proj.weight.data = part
         biases: list[Tensor] = [proj.bias for proj in projections if proj.bias is not None]
         bias = torch.cat(biases).to(heads.dtype) if biases else None
-        matrices: list[Tensor | None] = [heads, attention.o_proj.weight, None, None, None]
+        first: Tensor | None = None
+        up: Tensor | None = None
+        down: Tensor | None = None
         if isinstance(block, GatedFeedForward):
-            matrices[2:] = block.gate_proj.weight, block.up_proj.weight, block.down_proj.weight
+            first, up, down = block.gate_proj.weight, block.up_proj.weight, block.down_proj.weight
         elif isinstance(block, NonGatedFeedForward):
-            matrices[2:] = block.up_proj.weight, None, block.down_proj.weight
-        if not float8:
-            heads, out, first, up, down = matrices
-            return cls(heads, bias, out, first, up, down)
-        heads, out, first, up, down = (None if matrix is None else round_weight(matrix) for matrix in matrices)
-        for linear in layer.modules():
+            first, down = block.up_proj.weight, block.down_proj.weight
+
+        def made(matrix: Tensor | None) -> Any:
+            return round_weight(matrix) if float8 and matrix is not None else matrix
+
+        found = cls(made(heads), bias, made(attention.o_proj.weight), made(first), made(up), made(down))
+        for linear in layer.modules() if float8 else ():
             if isinstance(linear, nn.Linear):
                 linear.weight.data = linear.weight.new_empty(0)
-        return cls(heads, bias, out, first, up, down)
+        return found
 
 
 class Places(NamedTuple):

@@ -137,10 +137,7 @@ def test_products_with_an_e4m3_matrix(m, k, n, biased):
     matrix, added = round_weight(w), 0 if bias is None else bias.double()
     exact = x.double() @ matrix.exact().T + added
     cases.poison()
-    if m == 1:
-        found = decoding.multiply(matrix, x, bias=bias)[1]
-    else:
-        found = decoding.multiply_few(matrix, x, bias)
+    found = decoding.multiply(matrix, x, bias=bias)[1] if m == 1 else decoding.multiply_few(matrix, x, bias)
     error = (found.double() - exact).abs()
     allowed = 2**-8 * exact.abs() + 1e-5 * (x.double().abs() @ matrix.exact().abs().T)  # one rounding; float32 sums
     assert (error <= allowed).all(), (error / allowed).max()

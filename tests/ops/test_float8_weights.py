@@ -36,7 +36,7 @@ def test_rounded_rows_are_exact_in_bfloat16_and_contiguous():
         rows = round_weight(x)
         assert rows.values.is_contiguous()
         assert torch.equal(rows.to(torch.bfloat16).double(), rows.exact())
-        assert torch.equal(round_weight(rows.to(torch.float32)).values.float(), rows.values.float())
+        assert torch.equal(round_weight(rows.to(torch.float32)).exact(), rows.exact())
 
 
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "nongated"])

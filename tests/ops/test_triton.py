@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from triton_launches import Recorder, bytes_read, compiled, of_decoding, of_layers, of_prompts
+from triton_launches import Recorder, bytes_read, compiled, of_decoding, of_float8_decoding, of_layers, of_prompts
 
 from sparsellm.ops.triton import device, tuning
 

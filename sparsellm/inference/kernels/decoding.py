@@ -267,8 +267,8 @@ def multiply(
     out, parts = values.new_empty(1, rows, dtype=dtype), tiles(rows, count)
     steps = tiles(parts, WARPS // warps)
     matrix_vector[(tiles(parts, steps),)](
-        x, y, norm, values, scales, up_values, up_scales, bias, both, out, rows, steps, EPS=eps, K=width, ACTIVATION=activation, COLUMNS=columns,
-        ROWS=count, num_warps=warps, num_stages=1, **early(x.device),
+        x, y, norm, values, scales, up_values, up_scales, bias, both, out, rows, steps, EPS=eps, K=width,
+        ACTIVATION=activation, COLUMNS=columns, ROWS=count, num_warps=warps, num_stages=1, **early(x.device),
     )  # fmt: skip
     return both, out
 
