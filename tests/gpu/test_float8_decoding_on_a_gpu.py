@@ -127,9 +127,10 @@ def test_more_tokens_or_columns_raise(m, k):
         cuda.row_output_float8(x, Float8Layer.of(*ws))
 
 
-@pytest.mark.parametrize("m", [1, 2, 16, 17, 64])
-@pytest.mark.parametrize(("k", "n"), [(2048, 2048), (5632, 2048), (272, 7), (100, 1000)])
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("m", [1, 2, 17, 64])
+@pytest.mark.parametrize(
+    ("k", "n", "biased"), [(2048, 2048, False), (5632, 2048, False), (272, 7, True), (100, 1000, False)]
+)
 def test_products_with_an_e4m3_matrix(m, k, n, biased):
     x, (w, *_) = cases.normal(m, k, max(n, 8))
     w = w[:n] * torch.logspace(-6, 6, n, 10, device=DEVICE)[:, None]

@@ -210,7 +210,8 @@ def matrix_vector(
     program computes the norm for itself while its first rows arrive; the first program writes `both`.
     """
     k, row = tl.arange(0, COLUMNS), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    within, dtype = k < K, out.dtype.element_ty
+    within = k < K
+    dtype: tl.constexpr = out.dtype.element_ty
     w = rows_of(weight, row, n, k, K)
     u = w if up is None else rows_of(up, row, n, k, K)
     if scales is not None:
