@@ -146,7 +146,8 @@ def block_inputs(model: Any, text: Tensor) -> list[Tensor]:
 @torch.no_grad()
 def must_read(model: Any, inputs: list[Tensor], positions: int, engines: Counter[str], float8: bool = False) -> float:
     """Bytes to read for one further token per sequence, after `positions` positions. `engines`: number of layers per
-    engine. float8: weights have one byte. For layers on the row engine, only the rows of W_up and W_down that belong to firing neurons count."""
+    engine. float8: weights have one byte. For layers on the row engine, only the rows of W_up and W_down that belong to
+    firing neurons count."""
     embedding, layers = model.get_input_embeddings().weight, model.model.layers
     numbers = float(sum(p.numel() for p in model.parameters()))
     if not model.config.tie_word_embeddings:
