@@ -31,6 +31,7 @@ from sparsellm.ops import Plan, borders, build, cuda, feedforward, float8_gate, 
 from sparsellm.ops.borders import MANY_TOKENS
 from sparsellm.ops.feedforward import forward
 from sparsellm.ops.float8_gate import Float8Rows
+from sparsellm.ops.float8_weights import Float8Layer
 
 # Token counts for which different kernels run: gate_pack up to 16 tokens, gate_pack and the row engine up to 64, the
 # row engine up to 1,535. Here, calls with at least ORDERED_TOKENS tokens order their tokens; the policy does so only in
@@ -140,6 +141,11 @@ def check(parts: Sequence[str], products: bool) -> list[str]:
             gate = [Float8Rows(t.to(torch.float8_e4m3fn), torch.full((len(t),), 0.5)) for t in inputs[:2]]
             packed = cuda.gate_pack_float8(*(Float8Rows(*(t.cuda() for t in rows)) for rows in gate))
             compare(f"{name}, FP8 gate", (twell.unpack(packed, N),), (float8_gate.gate(*gate),))
+            if products and m <= borders.FEW_TOKENS:
+                of_cpu, of_gpu = (Float8Layer.of(*gated_layer(*each)[1:]) for each in (inputs, on_device))
+                w_gate, w_up, w_down_t = of_cpu.to(torch.bfloat16)
+                right = feedforward(inputs[0], w_gate, w_up, w_down_t.T.contiguous(), Plan()).y
+                compare(f"{name}, row, FP8 weights", (cuda.row_output_float8(on_device[0], of_gpu),), (right,))
             for fused in (True, False):
                 with fusing(fused):
                     found = run("dense", *on_device)
