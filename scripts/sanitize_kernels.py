@@ -144,8 +144,8 @@ def check(parts: Sequence[str], products: bool) -> list[str]:
             if products and m <= borders.FEW_TOKENS:
                 of_cpu, of_gpu = (Float8Layer.of(*gated_layer(*each)[1:]) for each in (inputs, on_device))
                 w_gate, w_up, w_down_t = of_cpu.to(torch.bfloat16)
-                right = feedforward(inputs[0], w_gate, w_up, w_down_t.T.contiguous(), Plan()).y
-                compare(f"{name}, row, FP8 weights", (cuda.row_output_float8(on_device[0], of_gpu),), (right,))
+                in_bf16 = feedforward(inputs[0], w_gate, w_up, w_down_t.T.contiguous(), Plan()).y
+                compare(f"{name}, row, FP8 weights", (cuda.row_output_float8(on_device[0], of_gpu),), (in_bf16,))
             for fused in (True, False):
                 with fusing(fused):
                     found = run("dense", *on_device)
