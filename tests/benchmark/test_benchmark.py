@@ -57,7 +57,9 @@ def kernels(monkeypatch):
     monkeypatch.setattr(study, "_without_kernels", lambda *_: [])
     monkeypatch.setattr(phases, "accelerate", lambda model, _kernels, **_: accelerate(model, "torch"))
     monkeypatch.setattr(
-        phases, "Generator", lambda decoder, dtype, kernels, **_: Generator(decoder, (), None, dtype, kernels and "torch")
+        phases,
+        "Generator",
+        lambda decoder, dtype, kernels, **_: Generator(decoder, (), None, dtype, kernels and "torch"),
     )
     monkeypatch.setattr(speed, "gpu_milliseconds", lambda _: {"eager": 3.0, "compiled": 2.0, "engine": 1.0})
 
