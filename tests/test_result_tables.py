@@ -403,6 +403,20 @@ def float8_quality():
         yield Cells(values)
 
 
+def generation_in_float8():
+    """A row per quantity, a column per number of sequences."""
+    found = {(row["model"], row["batch"]): row for row in file("generate_float8.json")["results"]}
+    ours, rival = "accelerated, FP8", "accelerated"
+    for key, *models in (
+        ("first_ms", rival, ours), ("each_ms", "dense", "dense, FP8", rival, ours), ("each_ms", (rival, ours)),
+        ("tokens_per_s", rival, ours, (ours, rival)), ("mj_per_token", (ours, rival)),
+    ):  # fmt: skip
+        for model in models:
+            above, *below = model if isinstance(model, tuple) else (model,)
+            yield Cells([found[above, n][key] / math.prod(found[m, n][key] for m in below) for n in (1, 16, 64)])
+    yield Cells([100 * found[ours, n]["of_peak"] for n in (1, 16, 64)])
+
+
 def training_steps(*names, peaks=False):
     """A row per file of bench_train with PyTorch and the kernels."""
     for name in names:
@@ -521,6 +535,7 @@ COMPARED = {
     "RESULTS.md#fp8-forward-passes-accuracy-and-loss": float8_models,
     "RESULTS.md#fp8-forward-passes-accuracy-and-loss 2": float8_layers,
     "RESULTS.md#fp8-forward-passes-accuracy-and-loss 3": float8_quality,
+    "RESULTS.md#text-generation-with-weights-in-fp8": generation_in_float8,
     "RESULTS.md#training-step-qwen3-8b-and-llama-3-8b-shapes":
         partial(training_steps, "training_step_qwen3_8b.json", "training_step_llama3_8b.json"),
     "RESULTS.md#dense-training-throughput-and-mfu": dense_training,

@@ -467,7 +467,7 @@ class GenerateConfig:
     device: Device = key(Device.auto, DEVICE)
     kernels: Kernels = key(Kernels.auto, KERNELS)
     float8: bool = key(
-        False, "Decode up to 64 sequences with FP8 weights (activations stay bfloat16); see docs/INFERENCE.md."
+        False, "Weights in FP8: half the memory; faster only for few sequences and long texts; see docs/INFERENCE.md."
     )
 
 

@@ -68,13 +68,14 @@ def test_float8_computes_with_the_rounded_weights_and_keeps_no_others(name, acti
     assert all(matrix.values.dtype == torch.float8_e4m3fn for matrix in [*matrices, ours.head])
 
 
-def test_float8_is_refused_where_nothing_multiplies_it():
+def test_float8_is_refused_where_nothing_multiplies_it_and_dense_layers_are_said_to_be_slower(capsys):
     with pytest.raises(KernelsUnavailable):  # never silently dense
         Generator(make("decoder"), float8=True)
     for kernels in ("torch", "triton"):
         with pytest.raises(ValueError, match=f"float8 is True with kernels='{kernels}'"):
             Generator(make("decoder"), kernels=kernels, float8=True)
     generator = Generator(make("decoder"), kernels=None, float8=True)
+    assert "steps are slower, because feedforward layers are dense" in capsys.readouterr().err
     with pytest.raises(ValueError, match="65 prompts were passed: pass at most 64 per call in FP8"):
         generator.stream([[1]] * 65, 1)
 
