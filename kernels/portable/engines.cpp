@@ -230,8 +230,8 @@ int64_t row_counts_length(int64_t m, int64_t n) {
 
 cudaError_t pack(const void* x, const void* w, int64_t m, int64_t k, int64_t n, const PackedGate& out,
                  cudaStream_t stream) {
-  return gate_pack(x, w, nullptr, m, k, n, {out.words, out.wide, out.mask, out.row_counts, out.fired, out.counts}, kCountsLength,
-                   false, stream);
+  return gate_pack(x, w, nullptr, m, k, n, {out.words, out.wide, out.mask, out.row_counts, out.fired, out.counts},
+                   kCountsLength, false, stream);
 }
 
 cudaError_t pack_float8(const Float8Gate& gate, int64_t m, int64_t k, int64_t n, const PackedGate& out,
@@ -261,8 +261,8 @@ cudaError_t row_forward(const Layer& a, const Multiply& multiply, void* workspac
   } else {
     SPARSELLM_TRY(gate_pack(a.x, a.thresholded(), a.scales, a.m, a.k, a.n, packed, kCountsLength, true, stream));
   }
-  return row_ffn(a.x, a.multiplier(), a.w_down_t, a.scales, a.m, a.k, a.n, packed, own, tickets_of(result.counts), result.l1,
-                 result.y, stream);
+  return row_ffn(a.x, a.multiplier(), a.w_down_t, a.scales, a.m, a.k, a.n, packed, own, tickets_of(result.counts),
+                 result.l1, result.y, stream);
 }
 
 // ---- tile

@@ -63,8 +63,8 @@ static_assert(sizeof(Shared) <= kMaxSharedBytes, "Shared must fit in one CTA's s
 static_assert(kDepth % 2 == 0, "kDepth must be even: a round takes two slots, one per half");
 static_assert(kFewestTokens * kSumPitch * sizeof(float) <= kOfWarp, "a warp's sums must fit in place of its pieces");
 
-// One CTA. kFloat8: w is e4m3. Arrays in registers are locals of functions: if they were members, the members next to them would stay in
-// local memory until loops are unrolled.
+// One CTA. kFloat8: w is e4m3. Arrays in registers are locals of functions: if they were members, the members next to
+// them would stay in local memory until loops are unrolled.
 template <bool kFloat8>
 struct FewestCta {
   static constexpr int kHalves = kFloat8 ? 1 : 2;    // pieces per warp and round
@@ -145,9 +145,9 @@ struct FewestCta {
   }
 
   // A piece has 64 bytes of k of each row. Lane l loads 16 of these bytes: chunk l % 4 of row l / 4 of eight neurons,
-  // and the same columns of eight tokens. mma.sync expects other columns of k in this lane. That does not matter: both operands
-  // have the same columns in the same positions, so the same products are summed. A warp has neighbouring pieces of
-  // each round.
+  // and the same columns of eight tokens. mma.sync expects other columns of k in this lane. That does not matter: both
+  // operands have the same columns in the same positions, so the same products are summed. A warp has neighbouring
+  // pieces of each round.
   __device__ __forceinline__ uint32_t column_of(int round, int half) const {
     return round * kRound + warp * 64 + half * 32 + lane % 4 * kColumns;
   }

@@ -155,7 +155,8 @@ struct ManyWarp {
   // a branch.
   template <class Use>
   __device__ __forceinline__ void stream(const void* weights, int piece, int size, Use use) const {
-    const __nv_bfloat16* mine = static_cast<const __nv_bfloat16*>(weights) + (kFull ? column_of(piece) : min(column_of(piece), a.k - 8));
+    const int column = kFull ? column_of(piece) : min(column_of(piece), a.k - 8);
+    const __nv_bfloat16* mine = static_cast<const __nv_bfloat16*>(weights) + column;
     const int valid = valid_of(piece);
     uint4 rows[kDepth][kVectors];
     const auto load = [&](uint4(&to)[kVectors], int i) {

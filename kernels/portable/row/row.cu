@@ -128,7 +128,9 @@ cudaError_t run_clusters(const RowArguments& common, const Clusters& clusters, v
   a.scales = scales;
   a.partials = reinterpret_cast<float*>(static_cast<char*>(workspace) + layout.partials);
   if constexpr (!kDealt) {
-    if (clusters.warps == kRunWarps) return launch_cluster<4, kRunWarps, 8, true, kDealt, kFloat8>(a, clusters.count, stream);
+    if (clusters.warps == kRunWarps) {
+      return launch_cluster<4, kRunWarps, 8, true, kDealt, kFloat8>(a, clusters.count, stream);
+    }
   }
   if (clusters.ctas == 4) return launch_cluster<4, kClusterWarps, 8, true, kDealt, kFloat8>(a, clusters.count, stream);
   if constexpr (kDealt) {

@@ -368,8 +368,8 @@ __global__ void __launch_bounds__(small::kThreads, 1)
 
 }  // namespace small
 
-// scales: null if w is bf16. zeroed: if not 0, the kernel counts nothing, and sets this many int64 to zero, starting at the counters; if 0, the
-// kernel adds to the counters, which must be zero.
+// scales: null if w is bf16. zeroed: if not 0, the kernel counts nothing, and sets this many int64 to zero, starting at
+// the counters; if 0, the kernel adds to the counters, which must be zero.
 inline cudaError_t gate_pack_small(const void* x, const void* w, const float* scales, int64_t m, int64_t k, int64_t n,
                                    const Packed& out, int64_t zeroed, cudaStream_t stream) {
   using namespace small;
