@@ -67,7 +67,8 @@ def test_answers_are_lm_evals(folder, dtype, autocast):
         requests = requests_of(pairs)
         answers = ours._loglikelihood_tokens(requests)
         assert answers == theirs._loglikelihood_tokens(requests, disable_tqdm=True)
-    assert [likeliest for _, likeliest in answers[-4:]] == [True, False, True, False]
+    if autocast is None and dtype == torch.float32:  # in bfloat16 a CPU may break near-ties by the size of the batch
+        assert [likeliest for _, likeliest in answers[-4:]] == [True, False, True, False]
     assert ours.truncated == 2 * 2 + 1 + 2 * 1
 
 
