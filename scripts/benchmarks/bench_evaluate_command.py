@@ -6,18 +6,25 @@ Both commands score the same rows with the same checkpoint, dtype and device; lm
 are repeated until there are as many as the seven tasks have on the hub (68,671 requests, one per choice of each row).
 Each repeated row starts with a unique name, because equal sequences of tokens would be computed only once. lm_eval gets
 the tasks under the names whole_TASK. Prints the seconds of each command in each of --rounds, including imports, and the
-scores of both. With --ranks above 1, torchrun starts both. An untrained checkpoint from shaped_checkpoint.py works too.
+scores of both. With --ranks above 1, torchrun starts both. An untrained checkpoint from shaped_checkpoint.py works too,
+and a run's folder, whose held-out loss `sparsellm.evaluate` then computes after the tasks.
+
+For `sparsellm.evaluate`, "scoring" is the time from its line about dtype and kernels, when the model is loaded, to the
+score of the last task: preparing the requests, computing them, and exchanging the answers between ranks.
 """
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
 from itertools import count, product
 from pathlib import Path
+from typing import NamedTuple
 
 import lm_eval.tasks
+import torch
 
 from scripts.benchmarks import harness
 from sparsellm.evaluation.tasks import TASKS, local_rows, on_local_rows
@@ -57,23 +64,44 @@ def define(rows: Path, folder: Path) -> list[str]:
     return [f"whole_{name}" for name in TASKS]
 
 
-def timed(module: str, arguments: list[str], ranks: int) -> float:
-    """Seconds that `python -m MODULE ARGUMENTS` takes on `ranks` ranks. If the command fails, exits with its output."""
+class Took(NamedTuple):
+    """Seconds of one command."""
+
+    whole: float  # from its start to its end, including imports
+    scoring: float | None  # from the line about dtype and kernels to the last task's score; None for lm_eval
+
+
+def timed(module: str, arguments: list[str], ranks: int) -> Took:
+    """Time `python -m MODULE ARGUMENTS` on `ranks` ranks. If the command fails, exits with the end of its output."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
-    start = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, *torchrun, "-m", module, *arguments], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise SystemExit(f"{module} failed with code {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
-    return time.perf_counter() - start
+    start, lines, said = time.perf_counter(), [], []
+    with subprocess.Popen(
+        [sys.executable, *torchrun, "-m", module, *arguments], env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith(("sparsellm: dtype ", *(f"{task}  " for task in TASKS))):
+                said.append((time.perf_counter() - start, line))
+    if process.returncode:
+        raise SystemExit(f"{module} failed with code {process.returncode}:\n{''.join(lines)[-6000:]}")
+    return Took(time.perf_counter() - start, scoring_seconds(said))
+
+
+def scoring_seconds(said: list[tuple[float, str]]) -> float | None:
+    """The time from the line about dtype and kernels to the last score. `said`: lines, and when they were printed."""
+    begin = [when for when, line in said if line.startswith("sparsellm: dtype ")]
+    scores = [when for when, line in said if line.split("  ")[0] in TASKS and len(line.split()) == 2]
+    return scores[-1] - begin[0] if begin and scores else None
 
 
 def main() -> None:
     parser = harness.parser(__doc__)
     parser.add_argument("--data-dir", required=True, help="the local rows to repeat, TASK/SPLIT.jsonl")
-    parser.add_argument("--checkpoint", type=Path, required=True, help="an hf/ folder")
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--checkpoint", type=Path, required=True, help="an hf/ folder, or a run's for sparsellm alone")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=device, choices=["cuda", "cpu"], help="default: a GPU if there is one")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument(
         "--kernels", default="auto", choices=["auto", "cuda", "torch"], help="kernels of sparsellm.evaluate"
@@ -93,6 +121,7 @@ def main() -> None:
         names = define(folder / "rows", folder / "definitions")
         limit = () if args.limit is None else (str(args.limit),)
         seconds: dict[str, list[float]] = {"sparsellm": [], "lm_eval": []}
+        scoring: list[float | None] = []
         scores: dict[str, dict[str, float]] = {}
         for round in range(args.rounds):
             for command in seconds if args.only is None else [args.only]:
@@ -103,6 +132,7 @@ def main() -> None:
                     took = timed("sparsellm.evaluate", [*arguments, *(f"limit={n}" for n in limit)], args.ranks)
                     found = json.loads((out / "results.json").read_text())["tasks"]
                     scores[command] = {task: found[task]["score"] for task in TASKS}
+                    scoring.append(took.scoring)
                 else:
                     arguments = ["run", "--model", "hf", "--tasks", ",".join(names), "--batch_size", args.batch_size]
                     arguments += ["--model_args", f"pretrained={checkpoint},dtype={args.dtype}"]
@@ -119,10 +149,11 @@ def main() -> None:
                     found = json.loads(path.read_text())["results"]
                     of = {task: found[f"whole_{task}"] for task in TASKS}
                     scores[command] = {task: of[task].get("acc_norm,none", of[task]["acc,none"]) for task in TASKS}
-                seconds[command].append(took)
-                print(f"{command}: {took:.1f} s", flush=True)
+                seconds[command].append(took.whole)
+                only = f", scoring {took.scoring:.1f} s" if took.scoring is not None else ""
+                print(f"{command}: {took.whole:.1f} s{only}", flush=True)
     harness.table({"task": task} | {command: f"{of[task]:.4f}" for command, of in scores.items()} for task in TASKS)
-    harness.write(args.json, {"options": vars(args), "seconds": seconds, "scores": scores})
+    harness.write(args.json, {"options": vars(args), "seconds": seconds, "scoring": scoring, "scores": scores})
 
 
 if __name__ == "__main__":
