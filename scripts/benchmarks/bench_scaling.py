@@ -9,7 +9,7 @@ result is OUT/NAME.json and whose output is OUT/NAME.log:
 
 - train: bench_train with PyTorch (runtime.kernels=torch) and the kernels (auto), with new weights (dense) and with
   weights that fire --firing neurons per token, in steps of 512 sequences; each side at its largest micro-batch
-  (`auto`), and on the most GPUs also both at the same one.
+  (`auto`), and on the most GPUs, if several, also both at the same one.
 - shard: the same for 2b and 7b with runtime.shard=optimizer and full, on the most GPUs.
 - run: bench_run, a real run of 1p5b on the most GPUs, as long as --minutes allow. One rank is killed in it.
 - evaluate: bench_evaluate_command, the seven tasks, and with the checkpoint of `run` its held-out loss.
@@ -48,7 +48,8 @@ REAL = "1p5b"  # experiment of the part `run`
 # Seconds that are not training steps, for estimates: of any measurement, of each trainer that it builds (compilation,
 # the choice of a micro-batch), and of a run (start, restart, steps lost to the kill, checkpoints).
 START, TRAINER, RUN = 60, 20, 260
-BUILD = "from sparsellm.ops import backend; backend.available()"
+# Builds the kernels. Fails on a GPU that does not get them; a CPU computes the variant of the kernels in PyTorch.
+BUILD = "import torch; from sparsellm.ops import backend; torch.cuda.is_available() and backend.load()"
 EVALUATION = ("--only", "sparsellm", "--rounds", "2")  # the first round calibrates
 
 
@@ -142,23 +143,23 @@ Measurement = Training | Run | Evaluation
 
 
 def training(experiments: Sequence[str], gpus: Sequence[int], firing: float) -> Iterator[Training]:
-    for count in sorted(gpus, reverse=True):
-        for name in experiments:
-            if name in BOTH_FIT:
-                sizes = (str(BOTH_FIT[name]), "auto") if count == max(gpus) else ("auto",)
-                for each in (firing, None):
+    for each in (firing, None):
+        for count in sorted(gpus, reverse=True):
+            for name in experiments:
+                if name in BOTH_FIT:
+                    sizes = (str(BOTH_FIT[name]), "auto") if count == max(gpus) > 1 else ("auto",)
                     yield Training(name, count, Shard.none, each, sizes)
 
 
 def sharded(experiments: Sequence[str], gpus: int, firing: float) -> Iterator[Training]:
-    for name in experiments if gpus > 1 else ():
-        for shard in SHARDED.get(name, ()):
-            for each in (firing, None):
+    for each in (firing, None):
+        for name in experiments if gpus > 1 else ():
+            for shard in SHARDED.get(name, ()):
                 yield Training(name, gpus, shard, each, ("auto",))
 
 
 def measurements(args: argparse.Namespace) -> Iterator[Measurement]:
-    """The measurements of args.parts, starting with those on the most GPUs."""
+    """The measurements of args.parts, starting with the sparse ones and those on the most GPUs."""
     most = max(args.gpus)
     for part in args.parts:
         match part:
@@ -174,25 +175,23 @@ def measurements(args: argparse.Namespace) -> Iterator[Measurement]:
 
 def training_rows(found: dict[Training, dict[str, Any]]) -> Iterator[dict[str, str]]:
     """A row per measurement, variant and micro-batch, with the speedup over one GPU, which shards nothing."""
-    speeds = {
-        (of.experiment, of.firing, run["variant"], run["micro_batch"]): run.get("tokens_per_s")
-        for of, result in found.items() if of.gpus == 1
-        for run in result["runs"]
-    }  # fmt: skip
-    for of, result in found.items():
-        for run in result["runs"]:
-            speed, single = run.get("tokens_per_s"), speeds.get(
-                (of.experiment, of.firing, run["variant"], run["micro_batch"])
-            )  # fmt: skip
-            size, chosen = str(run["micro_batch"]), run.get("micro_batches")
-            yield {
-                "measurement": of.name, "kernels": run["variant"].removeprefix("runtime.kernels="),
-                "micro": f"auto: {chosen[-1]}" if size == "auto" and chosen else size,
-                "tokens/s": "OOM" if speed is None else f"{speed:,.0f}",
-                "over PyTorch": cell(run.get("ratio"), ".2f"), "MFU": cell(run.get("mfu"), ".1%"),
-                "over 1 GPU": cell(single and speed and speed / single, ".2f"), "NCCL": cell(run.get("nccl"), ".1%"),
-                "peak GiB": cell(run.get("peak_bytes") and run["peak_bytes"] / 2**30, ".1f"),
-            }  # fmt: skip
+
+    def side(of: Training, run: dict[str, Any]) -> tuple:
+        return of.experiment, of.firing, run["variant"], run["micro_batch"]
+
+    runs = [(of, run) for of, result in found.items() for run in result["runs"]]
+    singles = {side(of, run): run.get("tokens_per_s") for of, run in runs if of.gpus == 1}
+    for of, run in runs:
+        speed, single = run.get("tokens_per_s"), singles.get(side(of, run))
+        size, chosen = str(run["micro_batch"]), run.get("micro_batches")
+        yield {
+            "measurement": of.name, "kernels": run["variant"].removeprefix("runtime.kernels="),
+            "micro": f"auto: {chosen[-1]}" if size == "auto" and chosen else size,
+            "tokens/s": "OOM" if speed is None else f"{speed:,.0f}",
+            "over PyTorch": cell(run.get("ratio"), ".2f"), "MFU": cell(run.get("mfu"), ".1%"),
+            "over 1 GPU": cell(single and speed and speed / single, ".2f"), "NCCL": cell(run.get("nccl"), ".1%"),
+            "peak GiB": cell(run.get("peak_bytes") and run["peak_bytes"] / 2**30, ".1f"),
+        }  # fmt: skip
 
 
 def run_rows(found: dict[Run, dict[str, Any]]) -> Iterator[dict[str, str]]:
