@@ -17,9 +17,9 @@ from sparsellm.config.rules import mistakes
 SMALL = ["--parts", "train", "shard", "--experiments", "1p5b", "2b", "--gpus", "1", "2", "--minutes", "60"]
 ALL = {"warmup": 3, "steps": 3, "minutes": 9, "gpus": [1, 2, 4, 8], "overrides": [], "locality": 0, "firing": 36}
 TINY = [
-    "data=stdlib_docs", "data.tokenizer_vocab_size=1000", "model.vocab_size=1000", "model.hidden_size=32",
+    "data=files", "data.tokenizer_vocab_size=300", "model.vocab_size=300", "model.hidden_size=32",
     "model.intermediate_size=64", "model.num_layers=2", "model.num_heads=2", "model.context_length=32",
-    "training.batch_size=4", "training.sequence_length=32", "training.steps=160", "runtime.device=cpu",
+    "training.batch_size=4", "training.sequence_length=32", "training.steps=240", "runtime.device=cpu",
     "runtime.precision=float32", "runtime.compile=false", "runtime.data_workers=0", "logging.validation_every=0",
 ]  # fmt: skip
 
@@ -165,7 +165,8 @@ def test_two_ranks_train_and_survive_a_kill_on_a_cpu(tmp_path, monkeypatch, caps
     monkeypatch.setattr(bench_scaling, "training", lambda *_: [dense])
     monkeypatch.setattr(Run, "seconds", lambda *_: 60)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    tiny = [*TINY, f"data.path={tmp_path}/data"]
+    (tmp_path / "text.txt").write_text("\n\n".join(f"The number {n} comes after {n - 1}." * 9 for n in range(500)))
+    tiny = [*TINY, f"data.files=[{tmp_path}/text.txt]", f"data.path={tmp_path}/data"]
     assert bench_run.main([str(tmp_path / "run-2"), *tiny, "--ranks", "2", "--minutes", "0.02"]) == 1
     assert "the time is over" in capsys.readouterr().out
     asked = ["--parts", "train", "run", "--gpus", "2", "--warmup", "1", "--steps", "1"]
@@ -178,11 +179,11 @@ def test_two_ranks_train_and_survive_a_kill_on_a_cpu(tmp_path, monkeypatch, caps
     trained, ran = found[dense.name], found["run-2"]
     assert [run["variant"] for run in trained["runs"]] == ["runtime.kernels=torch", "runtime.kernels=auto"]
     assert all(run["tokens_per_s"] > 0 for run in trained["runs"])
-    assert (ran["exit_code"], ran["steps"], ran["killed"]["rank"], ran["killed"]["checkpoint"]) == (0, 160, 1, 40)
-    assert [row["step"] for row in ran["rows"]] == list(range(1, 161))
+    assert (ran["exit_code"], ran["steps"], ran["killed"]["rank"], ran["killed"]["checkpoint"]) == (0, 240, 1, 60)
+    assert [row["step"] for row in ran["rows"]] == list(range(1, 241))
     assert "run: resuming after step" in (tmp_path / "run-2/train.log").read_text()
     assert (tmp_path / "run-2/run/plots/loss.png").exists()
-    assert "exit code 0, 160 steps, 160 rows" in (tmp_path / "run-2.log").read_text()
+    assert "exit code 0, 240 steps, 240 rows" in (tmp_path / "run-2.log").read_text()
 
 
 def test_communication_counts_only_where_nothing_else_runs():
