@@ -15,6 +15,8 @@ from scripts.benchmarks.bench_calibration import LAYERS, slower
 from scripts.benchmarks.patterns import BASES
 from scripts.benchmarks.shaped_models import DEFAULT_MEAN
 from scripts.compare_runs import checksum, seconds, seconds_to
+from sparsellm.config import ModelConfig
+from sparsellm.config.architecture import parameters
 from sparsellm.policy.report import NEAR
 
 ROOT = Path(__file__).parents[1]
@@ -332,7 +334,7 @@ def muon():
     first = runs["silu_1408"]["rows"][-1]["val_ce"]
     for name in (
         "silu_1408", "silu_1408_lr1e-3", "silu_1408_lr4e-3", "silu_5632", "silu_5632_lr1e-3",
-        "l1_1408_2e-5", "l1_1408_4e-5", "l1_1408_8e-5", "l1_2816_8e-5", "l1_5632_4e-5", "l1_5632_6e-5",
+        "relu_1408", "relu_2816", "relu_5632", "l1_1408_2e-5", "l1_1408_4e-5", "l1_1408_8e-5", "l1_2816_8e-5", "l1_5632_4e-5", "l1_5632_6e-5",
         "l1_5632_6e-5_redrawn", "l1_5632_6e-5_blended", "l1_5632_6e-5_warm_up", "l1_5632_6e-5_lr1e-3",
         "l1_5632_6e-5_lr4e-3",
         "silu_1408_muon", "silu_1408_muon_lr1e-3", "silu_1408_muon_lr4e-3", "l1_1408_8e-5_muon4",
@@ -362,6 +364,21 @@ def wide_300m():
         if nonzeros is not None:
             found += [nonzeros, 100 * (1 - nonzeros / width), 100 * sum(last["dead_per_layer"]) / (8 * width)]
         yield Cells(found)
+
+
+def wide_at_0p5b():
+    runs = runs_of("0p5b_wide_33m.jsonl")
+    best = runs["silu_5632_5e-4"]["rows"][-1]["val_ce"]
+    for name in (f"{kind}_{rate}" for kind in ("silu_5632", "l1_11264") for rate in ("5e-4", "1e-3", "2e-3")):
+        config, rows = runs[name]["config"], runs[name]["rows"]
+        last, width = rows[-1], config["model.intermediate_size"]
+        size = parameters(ModelConfig(num_layers=8, intermediate_size=width)) / 1e6
+        found = [width, size, config["optimizer.learning_rate"], last["val_ce"]]
+        found += [last["val_ce"] - best] * (name != "silu_5632_5e-4")
+        if last["nnz_mean"] is not None:
+            dead = sum(last["dead_per_layer"]) / (8 * width)
+            found += [last["nnz_mean"], 100 * (1 - last["nnz_mean"] / width), 100 * dead]
+        yield Cells([*found, seconds(rows)[-1], max(row["peak_memory_bytes"] for row in rows) / GIB])
 
 
 def wide_steps():
@@ -530,6 +547,7 @@ COMPARED = {
     "RESULTS.md#making-a-dense-model-sparse 2": tiny_dense_to_sparse,
     "RESULTS.md#wider-layers-a-first-screen-at-30m": widths,
     "RESULTS.md#wider-layers-learning-rates-and-muon": muon,
+    "RESULTS.md#wider-layers-at-05b-33m-tokens": wide_at_0p5b,
     "RESULTS.md#wider-layers-300m-tokens": wide_300m,
     "RESULTS.md#wider-layers-300m-tokens 2": wide_steps,
     "RESULTS.md#fp8-forward-passes-accuracy-and-loss": float8_models,
