@@ -334,7 +334,8 @@ def muon():
     first = runs["silu_1408"]["rows"][-1]["val_ce"]
     for name in (
         "silu_1408", "silu_1408_lr1e-3", "silu_1408_lr4e-3", "silu_5632", "silu_5632_lr1e-3",
-        "relu_1408", "relu_2816", "relu_5632", "l1_1408_2e-5", "l1_1408_4e-5", "l1_1408_8e-5", "l1_2816_8e-5", "l1_5632_4e-5", "l1_5632_6e-5",
+        "relu_1408", "relu_2816", "relu_5632",
+        "l1_1408_2e-5", "l1_1408_4e-5", "l1_1408_8e-5", "l1_2816_8e-5", "l1_5632_4e-5", "l1_5632_6e-5",
         "l1_5632_6e-5_redrawn", "l1_5632_6e-5_blended", "l1_5632_6e-5_warm_up", "l1_5632_6e-5_lr1e-3",
         "l1_5632_6e-5_lr4e-3",
         "silu_1408_muon", "silu_1408_muon_lr1e-3", "silu_1408_muon_lr4e-3", "l1_1408_8e-5_muon4",
