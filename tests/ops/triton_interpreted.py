@@ -5,10 +5,13 @@ products are wrong). Their entries are small integers, so there is one right ans
 """
 
 import sys
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from triton.runtime import interpreter
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "gpu"), str(Path(__file__).parents[1])]
 # ruff: noqa: E402
@@ -31,6 +34,28 @@ DTYPES = (torch.float32, torch.float16)
 # Without the patterns that are equal at 264 neurons.
 PATTERNS = [p for p in cases.PATTERNS if p not in ("synthetic300", "synthetic900", "synthetic5632")]
 assert plan.triton.knobs.runtime.interpret
+
+
+def spare_the_interpreter() -> None:
+    """Leave out what it does in vain, which is half of its time: with each operation it computes whether integers
+    overflow, and discards the answer unless `debug`; with each call it replaces the language's functions again; and
+    with each result it makes a table of types."""
+    interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+    patch, patched = interpreter._patch_lang, set()
+
+    def patch_once(function):
+        if (module := function.__module__) not in patched:
+            patch(function)
+            patched.add(module)
+        return interpreter._LangPatchScope()  # with nothing to restore
+
+    interpreter._patch_lang = patch_once
+    of_any = interpreter._get_np_dtype
+    of_scalar = cache(of_any)
+    interpreter._get_np_dtype = lambda type: of_any(type) if type.scalar.is_ptr() else of_scalar(type.scalar)
+
+
+spare_the_interpreter()
 
 
 @pytest.fixture(autouse=True)
