@@ -1,6 +1,7 @@
 """Makes processes that tests start in any folder import this checkout, installed or not, and removes the variables of
 Weights & Biases from the environment, because they would change results or upload the runs of tests."""
 
+import gc
 import os
 from collections import Counter
 from pathlib import Path
@@ -11,9 +12,16 @@ _paths = [str(Path(__file__).parents[1]), *filter(None, os.environ.get("PYTHONPA
 os.environ["PYTHONPATH"] = os.pathsep.join(str(Path(path).resolve()) for path in _paths)
 for _name in [name for name in os.environ if name.startswith("WANDB_")]:
     del os.environ[_name]
+gc.disable()  # collecting the tests makes millions of objects that stay
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Start with the files that have most slow tests, so that parallel workers end at about the same time."""
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     items.sort(key=lambda item: -slow[item.path])
+
+
+def pytest_collection_finish() -> None:
+    """From now on, garbage is collected again, but not sought among what the collected tests and their imports are."""
+    gc.freeze()
+    gc.enable()
