@@ -25,9 +25,12 @@ def takes_all(node: ast.AST) -> bool:
 @cache
 def definitions() -> list[tuple[str, ast.ClassDef | Function]]:
     """(file, node) of each class and function."""
-    trees = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
-    kinds = ast.ClassDef | Function
-    return [(file, node) for file, tree in trees.items() for node in ast.walk(tree) if isinstance(node, kinds)]
+    return [
+        (path.relative_to(PACKAGE).as_posix(), node)
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef | Function)
+    ]
 
 
 def test_few_signatures_take_the_whole_configuration():

@@ -4,9 +4,9 @@ The layers and patterns are those of the tests on a GPU, but small, in float32 a
 products are wrong). Their entries are small integers, so there is one right answer.
 """
 
+import functools
 import sys
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -51,7 +51,7 @@ def spare_the_interpreter() -> None:
 
     interpreter._patch_lang = patch_once
     of_any = interpreter._get_np_dtype
-    of_scalar = cache(of_any)
+    of_scalar = functools.cache(of_any)
     interpreter._get_np_dtype = lambda type: of_any(type) if type.scalar.is_ptr() else of_scalar(type.scalar)
 
 
