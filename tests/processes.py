@@ -12,11 +12,13 @@ import itertools
 import multiprocessing
 import os
 import resource
+import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -53,14 +55,44 @@ def joined(store: Path, rank: int = 0, world_size: int = 1, device: str = "cpu")
         dist.destroy_process_group()
 
 
+class Forked:
+    """A running process that `started` makes of a fork, with the methods of subprocess.Popen that tests use."""
+
+    def __init__(self, command: list[str], folder: Path, output: Path, prepare: Callable[[str], object], *errors: Path):
+        self._process = SERVER.Process(target=started, args=(command, folder, output, prepare, *errors))
+        self._process.start()
+        self.pid, self.kill = self._process.pid, self._process.kill
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def wait(self, seconds: float | None = None) -> int:
+        self._process.join(seconds)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("a forked process", seconds)
+        return self._process.exitcode
+
+
+def on_one_thread(_name: str) -> None:
+    """A `prepare`: what OMP_NUM_THREADS=1 does to a process that has not imported torch yet."""
+    torch.set_num_threads(1)
+
+
 def torchrun(ranks: int, *command: object, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run `command` (a script, or "-m" and a module, with arguments) in `folder` on `ranks` ranks of one thread each;
-    it must succeed."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    done = subprocess.run(
-        [*launcher, *map(str, command)], cwd=folder, capture_output=True, text=True, timeout=300, check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    """Run `command` (a script, or "-m" and a module, with arguments) in `folder` on `ranks` ranks of one thread each,
+    all forked; it must succeed."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *map(str, command)]
+    with tempfile.TemporaryDirectory() as made:
+        output, errors = Path(made, "output"), Path(made, "errors")
+        process = Forked(launcher, folder or Path.cwd(), output, on_one_thread, errors)
+        try:
+            code = process.wait(300)
+        finally:
+            kill(family(process.pid))
+        done = subprocess.CompletedProcess(launcher, code, output.read_text(), errors.read_text())
     assert done.returncode == 0, done.stderr[-4000:]
     return done
 
@@ -82,15 +114,22 @@ def kill(processes: list[psutil.Process]) -> None:
     psutil.wait_procs(processes, PATIENCE)
 
 
-def started(command: list[str], folder: Path, output: Path, prepare: Callable[[str], object] = lambda _: None) -> None:
-    """Be the process that `command`, ["-m", MODULE, ARGUMENT...], starts in `folder`, with what it says in `output`.
+def started(
+    command: list[str],
+    folder: Path,
+    output: Path,
+    prepare: Callable[[str], object] = lambda _: None,
+    errors: Path | None = None,
+) -> None:
+    """Be the process that `command`, ["-m", MODULE, ARGUMENT...], starts in `folder`, with what it says in `output`, or
+    in `output` and `errors`.
 
     `prepare(name)` is called in it, and in each process under it, before its command: name is "0" of the first one, and
     "0.1", "0.2", ... of those that it starts.
     """
     os.chdir(folder)
-    with output.open("ab", buffering=0) as said:
-        for number in (1, 2):
+    for number, path in ((1, output), (2, errors or output)):
+        with path.open("ab", buffering=0) as said:
             os.dup2(said.fileno(), number)
     _run(command, "0", prepare)
 
@@ -101,7 +140,7 @@ def _run(command: list[str], name: str, prepare: Callable[[str], object]) -> Non
 
     def fork(popen: subprocess.Popen, *arguments: object) -> None:
         given = inspect.signature(_execute).bind(popen, *arguments).arguments
-        if "-m" not in given["args"]:
+        if (of_python := _of_python(given["args"])) is None:
             return _execute(popen, *arguments)
         under = f"{name}.{next(forks)}"
         for stream in (sys.stdout, sys.stderr):
@@ -109,21 +148,24 @@ def _run(command: list[str], name: str, prepare: Callable[[str], object]) -> Non
         popen.pid = os.fork()
         if popen.pid == 0:
             _as_after_exec(given)
-            _run(list(given["args"][given["args"].index("-m") :]), under, prepare)
+            _run(of_python, under, prepare)
         popen._child_created = True
         streams = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
         popen._close_pipe_fds(*(given[stream] for stream in streams))
 
     subprocess.Popen._execute_child = fork
-    _, module, *arguments = command
     code = 1
     try:
         prepare(name)
-        if module == "torch.distributed.run":
-            importlib.import_module(module).main(arguments)
+        if command[0] != "-m":
+            sys.argv, sys.path[:0] = command, [str(Path(command[0]).parent)]
+            runpy.run_path(command[0], run_name="__main__")
+            code = 0
+        elif command[1] == "torch.distributed.run":
+            importlib.import_module(command[1]).main(command[2:])
             code = 0
         else:
-            cli.run(module.removeprefix("sparsellm."), arguments)
+            cli.run(command[1].removeprefix("sparsellm."), command[2:])
     except SystemExit as end:
         code = end.code or 0
     except BaseException:
@@ -132,6 +174,16 @@ def _run(command: list[str], name: str, prepare: Callable[[str], object]) -> Non
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(code)
+
+
+def _of_python(command: Sequence[str]) -> list[str] | None:
+    """["-m", MODULE, ARGUMENT...] or [SCRIPT, ARGUMENT...] of a command line of Python's; None: it is another's."""
+    if "-m" in command:
+        return list(command[command.index("-m") :])
+    match list(command):
+        case [_, "-u", script, *arguments] if script.endswith(".py"):  # as torchrun starts it
+            return [script, *arguments]
+    return None
 
 
 def _as_after_exec(given: dict[str, object]) -> None:

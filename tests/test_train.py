@@ -10,10 +10,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 import yaml
 from logged_rows import differences, untimed_rows
-from processes import SERVER, family, kill, started
+from processes import PATIENCE, Forked, family, kill, on_one_thread
 
 from sparsellm.runs.metrics import METRICS, read
 
@@ -35,22 +34,21 @@ def corpus(tmp_path_factory):
 @pytest.fixture
 def train(corpus, tmp_path):
     """train(*overrides, ranks=1, restarts=0, wait=True, forked=True): a finished process with its output, or with
-    wait=False a running one. A finished one was forked from a server that has imported everything, unless forked=False;
-    its stdout and stderr are one file."""
+    wait=False a running one. It is forked from a server that has imported everything, unless forked=False; the stdout
+    and stderr of a forked one are one file."""
     running = []
 
     def start(*overrides, ranks=1, restarts=0, wait=True, forked=True):
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--max-restarts={restarts}"]
         launcher = [*torchrun, f"--nproc_per_node={ranks}"] if ranks > 1 else []
         command = [*launcher, "-m", "sparsellm.train", *SMALL, f"data.path={corpus}", *overrides]
-        if wait and forked:
+        if forked:
             output = tmp_path.with_name(f"{tmp_path.name}-{len(running)}.said")
-            process = SERVER.Process(target=started, args=(command, tmp_path, output, _on_one_thread))
-            process.start()
-            running.append(process)
-            process.join(300)
-            said = output.read_text()
-            return subprocess.CompletedProcess(command, process.exitcode, said, said)
+            running.append(Forked(command, tmp_path, output, on_one_thread))
+            if not wait:
+                return running[-1]
+            code = running[-1].wait(300)
+            return subprocess.CompletedProcess(command, code, said := output.read_text(), said)
         command, environment = [sys.executable, *command], os.environ | {"OMP_NUM_THREADS": "1"}
         if wait:
             return subprocess.run(
@@ -62,12 +60,7 @@ def train(corpus, tmp_path):
     yield start
     for process in running:
         kill(family(process.pid))
-        if isinstance(process, subprocess.Popen):
-            process.wait()
-
-
-def _on_one_thread(_name: str) -> None:
-    torch.set_num_threads(1)
+        process.wait(PATIENCE)
 
 
 def wait_for(path: Path, process: subprocess.Popen, seconds=120):
@@ -115,7 +108,7 @@ def test_killed_at_any_instant_a_run_ends_like_one_that_was_not(train, tmp_path)
 def test_a_trainer_killed_alone_is_started_again_at_once(train, tmp_path):
     """Its loader's processes, which were forked from it, hold nothing of the run's."""
     options = ["run.name=alone", "training.steps=41", "runtime.data_workers=2"]
-    process = train(*options, wait=False)
+    process = train(*options, wait=False, forked=False)
     wait_for(tmp_path / "runs/alone/checkpoints/step_00000010", process)
     process.kill()
     process.wait()
@@ -128,7 +121,7 @@ def test_a_trainer_killed_alone_is_started_again_at_once(train, tmp_path):
 def test_ranks_whose_torchrun_is_killed_save_and_end(train, tmp_path):
     process = train("run.name=orphans", "training.steps=2000", ranks=2, wait=False)
     wait_for(tmp_path / "runs/orphans/checkpoints/step_00000010", process)
-    ranks = [p for p in psutil.Process(process.pid).children() if "sparsellm.train" in p.cmdline()]
+    ranks = psutil.Process(process.pid).children()
     assert len(ranks) == 2
     process.kill()
     process.wait()
@@ -142,7 +135,7 @@ def test_ranks_whose_torchrun_is_killed_save_and_end(train, tmp_path):
 
 
 def test_torchrun_starts_a_run_again_by_itself_when_a_rank_is_killed(train, tmp_path):
-    process = train("run.name=again", "training.steps=60", ranks=2, restarts=1, wait=False)
+    process = train("run.name=again", "training.steps=60", ranks=2, restarts=1, wait=False, forked=False)
     wait_for(tmp_path / "runs/again/checkpoints/step_00000010", process)
     ranks = [p for p in psutil.Process(process.pid).children() if "sparsellm.train" in p.cmdline()]
     main_rank = next(rank for rank in ranks if rank.environ()["RANK"] == "0")
@@ -208,7 +201,7 @@ def test_two_ranks_train_like_one_and_resume_on_one(train, tmp_path):
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(train, tmp_path, shard):
     process = train("run.name=stopped", "training.steps=2000", f"runtime.shard={shard}", ranks=2, wait=False)
     wait_for(tmp_path / "runs/stopped/checkpoints/step_00000010", process)
-    ranks = [p for p in psutil.Process(process.pid).children() if "sparsellm.train" in p.cmdline()]
+    ranks = psutil.Process(process.pid).children()
     assert len(ranks) == 2
     ranks[1].send_signal(signal.SIGTERM)
     assert process.wait(60) != 0
@@ -308,5 +301,5 @@ def test_wandb_offline_gets_the_rows(train, tmp_path):
     assert [line.rpartition(" ")[2] for line in done.stdout.splitlines() if line.startswith(upload)] == [
         "runs/watched/wandb"
     ]
-    again = train("run.name=watched", "logging.wandb=online", "training.steps=41", forked=False)
+    again = train("run.name=watched", "logging.wandb=online", "training.steps=41")
     assert upload in again.stdout  # of a finished run too

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import sweep_with_stand_ins
 from evaluation.small_rows import write_rows
-from processes import PATIENCE, family
+from processes import PATIENCE, Forked, family, on_one_thread
 
 from sparsellm.commands.sweep import main
 from sparsellm.runs import report as run_report
@@ -48,14 +48,19 @@ def sweep(tmp_path, monkeypatch, capfd):
 
 @pytest.fixture
 def process(tmp_path):
-    """process(script, *arguments): a sweep in a process of its own, going on; its output in tmp_path/output."""
-    running = []
+    """process(script or "-m", *arguments, forked=True): a sweep in a process of its own, going on; its output in
+    tmp_path/output. It and what it starts are forked, unless forked=False."""
+    running, output = [], tmp_path / "output"
 
-    def start(*arguments):
+    def start(*arguments, forked=True):
+        command = list(map(str, arguments))
+        if forked:
+            running.append(Forked(command, tmp_path, output, on_one_thread))
+            return running[-1]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        with (tmp_path / "output").open("w") as output:
-            command = [sys.executable, *map(str, arguments)]
-            running.append(subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=output, stderr=output))
+        with output.open("w") as said:
+            command = [sys.executable, *command]
+            running.append(subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=said, stderr=said))
         return running[-1]
 
     yield start
@@ -261,7 +266,7 @@ def test_killed_and_started_again_it_gives_the_table_of_one_that_was_not(sweep, 
 
 def test_a_signal_reaches_the_training_and_ends_the_sweep(process, tmp_path):
     (tmp_path / "pace").write_text(json.dumps({"seconds": 0.2}))
-    stopped = process(STAND_INS, *SMALL, COEFFICIENTS)
+    stopped = process(STAND_INS, *SMALL, COEFFICIENTS, forked=False)
     wait_for_rows(tmp_path / "runs" / NAMES[0], stopped)
     stopped.terminate()
     assert stopped.wait(30) == 128 + signal.SIGTERM
