@@ -1,6 +1,6 @@
 """Every shipped choice composes and is accepted; what the schema does not have is refused by name."""
 
-from itertools import pairwise, product
+from itertools import pairwise, product, zip_longest
 
 import pytest
 import yaml
@@ -209,11 +209,15 @@ def test_a_tilde_is_the_home_folder(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("experiment", choices("experiment"))
 def test_a_choice_that_is_typed_sets_every_value_of_its_file(experiment):
-    for group in (group for group in groups() if group != "experiment"):
-        for choice in choices(group):
-            if group == "model" and experiment != "smoke" and choice not in SIZES:
-                continue  # one experiment is enough for shapes without an experiment
-            config = flat(to_dict(from_overrides([f"experiment={experiment}", f"{group}={choice}"])))
+    """Each command line types one choice of every group that still has one."""
+    every = {group: choices(group) for group in groups() if group != "experiment"}
+    if experiment != "smoke":  # one experiment is enough for shapes without an experiment
+        every["model"] = [choice for choice in every["model"] if choice in SIZES]
+    for typed in zip_longest(*every.values()):
+        chosen = [(group, choice) for group, choice in zip(every, typed, strict=True) if choice is not None]
+        overrides = [f"{group}={choice}" for group, choice in chosen]
+        config = flat(to_dict(from_overrides([f"experiment={experiment}", "run.name=x", *overrides])))
+        for group, choice in chosen:
             for key, value in set_by(group, choice).items():
                 number = float(value) if isinstance(config[key], float) else value
                 assert config[key] == number, f"{experiment}: {group}={choice} does not set {key}"
