@@ -283,7 +283,7 @@ def main() -> None:
             )
         except torch.OutOfMemoryError as error:
             print(f"{mode}, {batch} x {context}: out of memory: {str(error).split('. ')[0]}")
-    harness.write(args.json, results)
+        harness.write(args.json, results)  # after each case, so that a run that is stopped keeps what it measured
 
 
 if __name__ == "__main__":
