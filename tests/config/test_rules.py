@@ -163,7 +163,10 @@ def test_kernels_that_could_never_run_are_refused_and_auto_goes_without(override
     assert found("auto") == found("torch") == []
 
 
-FLOAT8 = ["experiment=smoke", "runtime.precision=bfloat16", "runtime.device=auto", "runtime.float8=attention"]
+FLOAT8 = [
+    "experiment=smoke", "runtime.precision=bfloat16", "runtime.device=auto", "runtime.float8=attention",
+    "runtime.deterministic=false",
+]  # fmt: skip
 ALL = "runtime.float8=all"
 
 

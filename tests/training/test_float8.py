@@ -12,6 +12,7 @@ from sparsellm.config import Activation, Float8Recipe
 from sparsellm.inference.feedforward import SparseFeedForward
 from sparsellm.model import Decoder
 from sparsellm.ops import Plan, backend, build, cuda, feedforward, float8_gate
+from sparsellm.policy import Policy, first_use
 from sparsellm.training import float8, loop
 
 CONFIG = small_config("model.attention_bias=true").model
@@ -72,6 +73,7 @@ def on_a_gpu(monkeypatch):
     monkeypatch.setattr(loop, "takes_kernels", lambda *_: True)
     monkeypatch.setattr(build, "load", lambda: None)
     monkeypatch.setattr(backend, "loaded", lambda: "cuda")
+    monkeypatch.setattr(first_use, "policy_for", lambda *_: Policy())
     monkeypatch.setattr(cuda, "quantize_rows", float8_gate.quantize_rows)
 
 
