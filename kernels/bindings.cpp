@@ -228,12 +228,13 @@ Results tile_forward(Tensor x, OptionalTensor w_gate, Tensor w_up, Tensor w_down
 
 // w_thresholded: w_gate, or w_up of a non-gated layer, in FP8; like x_values, it has scales per row.
 Results tile_forward_float8(Tensor x, OptionalTensor w_gate, Tensor w_up, Tensor w_down_t, Tensor x_values,
-                            Tensor x_scales, Tensor w_thresholded, Tensor w_scales, int64_t capacity, bool ordered) {
+                            Tensor x_scales, Tensor w_thresholded, Tensor w_scales, int64_t capacity, bool ordered,
+                            bool saving) {
   const Call call("tile_forward_float8", x);
   const sparsellm::Float8Gate float8 = float8_of(call, x_values, x_scales, w_thresholded, w_scales);
   Layer a = layer_of(call, x, w_gate, w_up, w_down_t);
   a.float8 = &float8;
-  return tile_results(call, a, capacity, std::nullopt, ordered, false);
+  return tile_results(call, a, capacity, std::nullopt, ordered, saving);
 }
 
 sparsellm::TileShape shape_of_saved(const char* op, const Tensor& saved, int64_t m, int64_t k, int64_t n, bool gated) {
@@ -351,8 +352,8 @@ STABLE_TORCH_LIBRARY(sparsellm_cuda, library) {
       "bool ordered, bool saving) -> (Tensor y, Tensor l1, Tensor fired, Tensor counts, Tensor saved)");
   library.def(
       "tile_forward_float8(Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down_t, Tensor x_values, Tensor x_scales, "
-      "Tensor w_thresholded, Tensor w_scales, int capacity, bool ordered) -> (Tensor y, Tensor l1, Tensor fired, "
-      "Tensor counts, Tensor saved)");
+      "Tensor w_thresholded, Tensor w_scales, int capacity, bool ordered, bool saving) -> (Tensor y, Tensor l1, Tensor "
+      "fired, Tensor counts, Tensor saved)");
   library.def(
       "tile_backward(Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down_t, Tensor dy, Tensor dl1, Tensor saved, "
       "bool float_weights) -> Tensor[]");

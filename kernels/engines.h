@@ -55,7 +55,9 @@ struct Layer {
   const void* w_up;      // bf16 [N, K]
   const void* w_down_t;  // bf16 [N, K]: W_d stored by neuron
   int64_t m, k, n;
-  const Float8Gate* float8 = nullptr;  // if not null, tile_forward computes the thresholded product from these
+  // If not null, tile_forward computes the thresholded product from these; but if a backward pass follows, in bf16 for
+  // the tokens of the overflow path, because the backward pass has no FP8 product of them.
+  const Float8Gate* float8 = nullptr;
   // If not null, row_forward reads e4m3 weights; M is at most kFewTokens, and K at most 4,096 and a multiple of 16.
   const Float8Scales* scales = nullptr;
 

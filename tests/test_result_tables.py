@@ -460,6 +460,18 @@ def sharded():
         ])  # fmt: skip
 
 
+def training_with_float8():
+    for width in (5632, 22528):
+        (dense,) = file(f"training_float8_{width}_dense.json")["runs"]
+        base, *others = file(f"training_float8_{width}.json")["runs"]
+        for run in (dense, base, *others):
+            ratios = [run["tokens_per_s"] / rival["tokens_per_s"] for rival in (dense, base)]
+            shown = 0 if run is dense else 1 if run is base else 2
+            yield Cells([
+                run["tokens_per_s"], *ratios[:shown], run["peak_bytes"] / GIB, run["mj_per_token"],
+            ])  # fmt: skip
+
+
 def text_generation():
     """A column per prompt length and number of sequences."""
     rows = file("generate_128.json")["results"] + file("generate_1984.json")["results"]
@@ -559,6 +571,7 @@ COMPARED = {
         partial(training_steps, "training_step_qwen3_8b.json", "training_step_llama3_8b.json"),
     "RESULTS.md#dense-training-throughput-and-mfu": dense_training,
     "RESULTS.md#training-in-80-gb-the-largest-micro-batch": largest_micro_batches,
+    "RESULTS.md#training-steps-with-fp8": training_with_float8,
     "RESULTS.md#sharded-training-fsdp2": sharded,
     "RESULTS.md#text-generation-tokens-per-second": text_generation,
     "RESULTS.md#one-layer-forward-pass":

@@ -338,6 +338,7 @@ cudaError_t tile_forward(const Layer& a, const TileShape& s, void* workspace, vo
   rest.tokens = plan.rest_tokens;
   rest.packed = w.packed;
   rest.x = a.x;
+  rest.w_gate = saving && a.float8 != nullptr ? a.thresholded() : nullptr;
   rest.w_up = a.multiplier();
   rest.w_down_t = a.w_down_t;
   rest.y = result.y;

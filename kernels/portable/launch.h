@@ -242,11 +242,13 @@ cudaError_t row_ffn(const void* x, const void* w_up, const void* w_down_t, const
                     cudaStream_t stream);
 
 // The overflow path: y and l1 of the tokens of the tiles that left the tile engine, densely; does nothing if there are
-// none. Adds to l1 what tile_up has written for all other tokens.
+// none. Adds to l1 what tile_up has written for all other tokens. g is read from the packed gate, or, if w_gate is not
+// null, computed from x and w_gate in bf16, with the bits of rest_backward's g.
 struct RestForward {
   const int32_t *totals, *tokens;  // totals and rest_tokens of the tile plan
   Packed packed;
   const void *x, *w_up, *w_down_t;  // bf16 [M, K], [N, K], [N, K]; w_up is null if the layer is non-gated
+  const void* w_gate;               // bf16 [N, K], or null; non-gated: W_u
   void* y;                          // bf16 [M, K]
   float *l1_partials, *l1;          // float32 [MT * ceil(N / 128)], 16-byte aligned; float32 [1]
   void* plane;                      // at least rest_forward_workspace(m, n) bytes

@@ -5,7 +5,8 @@ r"""Throughput, memory and energy of whole training steps for any configurations
         --activations DIR --variant runtime.kernels=torch --variant runtime.kernels=cuda --micro-batches 8 16 32
     torchrun --standalone --nproc_per_node 8 -m scripts.benchmarks.bench_train ...
     python -m scripts.benchmarks.bench_train ... --variant "runtime.kernels=torch runtime.float8=all" \
-        --variant runtime.float8=attention    # the dense rival in FP8 (needs torchao), and ours with FP8 attention
+        --variant runtime.float8=attention --variant runtime.float8=all    # the dense rival in FP8 (needs torchao),
+                                              # ours with FP8 attention, and ours with FP8 gates too
     python -m scripts.benchmarks.bench_train ... --soon --micro-batches auto 8 16    # is the automatic size the best?
 
 Each variant is the trainer itself on its real data. Variants alternate, and each is rebuilt in each of `--rounds`.

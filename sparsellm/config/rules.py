@@ -59,6 +59,12 @@ def takes_kernels(runtime: RuntimeConfig, activation: Activation, device_type: s
     return device_type == "cuda" and runtime.kernels != Kernels.torch and not obstacles_to_kernels(runtime, activation)
 
 
+def float8_gates(runtime: RuntimeConfig, activation: Activation) -> bool:
+    """Whether runtime.float8=all asks for sparse layers on the CUDA kernels, whose gate product is in FP8. If not, it
+    asks for feedforward layers in FP8 by torchao."""
+    return runtime.float8 == Float8.all and activation == Activation.relu and runtime.kernels != Kernels.torch
+
+
 def mistakes(config: Config, world_size: int | None = None) -> list[str]:
     """Error messages about the values in `config`, for `world_size` ranks (None: WORLD_SIZE); empty if there are none.
     Paths are checked by sparsellm.data."""
@@ -407,23 +413,23 @@ def _float8_mistakes(model: ModelConfig, sparsity: SparsityConfig, runtime: Runt
         return
     from sparsellm.ops import float8
 
-    setting, feedforward = f"runtime.float8={runtime.float8.name}", runtime.float8 == Float8.all
+    setting, gates = f"runtime.float8={runtime.float8.name}", float8_gates(runtime, sparsity.activation)
+    feedforward = runtime.float8 == Float8.all and not gates
     if runtime.precision != Precision.bfloat16:
         yield f"{setting} with runtime.precision={runtime.precision.name}: use runtime.precision=bfloat16"
     for name, size in sizes_in_float8(model, feedforward).items():
         if size % float8.MULTIPLE:
             yield f"{name} is {size} with {setting}: it should be a multiple of {float8.MULTIPLE}"
-    if feedforward and sparsity.activation == Activation.relu:
-        if runtime.kernels != Kernels.torch:
-            yield (
-                f"{setting} trains ReLU layers without the sparse kernels: add runtime.kernels=torch, or use"
-                " runtime.float8=attention"
-            )
-        if sparsity.relu_tokens:
-            yield f"{setting} with sparsity.relu_tokens: use runtime.float8=attention, or sparsity.relu_tokens=0"
+    if feedforward and sparsity.relu_tokens:
+        yield f"{setting} with sparsity.relu_tokens: use runtime.float8=attention, or sparsity.relu_tokens=0"
     obstacle = "runtime.device=cpu has no FP8" if runtime.device == Device.cpu else float8.obstacle()
     if obstacle is not None:
         yield f"{setting} does not run here: {obstacle}"
+    elif gates and runtime.precision == Precision.bfloat16:
+        obstacles = obstacles_to_kernels(runtime, sparsity.activation)
+        if runtime.kernels == Kernels.triton:
+            obstacles.append("runtime.kernels=triton has no FP8")
+        yield from unavailable_kernels(f"{setting} of sparse layers", "runtime.kernels=torch", Kernels.cuda, obstacles)
 
 
 def name_mistakes(key: str, name: str | None) -> list[str]:

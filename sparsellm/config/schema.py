@@ -81,7 +81,7 @@ class Float8(Enum):
     """Linear layers that train in FP8."""
 
     attention = "attention"  # attention's projections
-    all = "all"  # feedforward layers too
+    all = "all"  # feedforward layers too; on the sparse kernels, their gate product
 
 
 class Float8Recipe(Enum):
@@ -273,7 +273,9 @@ class RuntimeConfig:
         "runs); cuda, triton: required; torch: none.",
     )
     float8: Float8 | None = key(
-        None, "Linear layers that train in FP8 by torchao. all: without the sparse kernels. null: none; bfloat16."
+        None,
+        "What trains in FP8. attention: its projections, by torchao. all: feedforward layers too; of sparse layers on"
+        " the CUDA kernels, the gate product. null: nothing.",
     )
     float8_recipe: Float8Recipe = key(
         Float8Recipe.tensorwise, "FP8 scales by torchao. tensorwise: fastest; rowwise: smaller rounding errors."

@@ -293,7 +293,7 @@ class EngineChoice:
         if rows is not None:
             assert w_down_t is not None
             weights = (None if w_gate is None else cuda.readable(w_gate), cuda.readable(w_up), w_down_t)
-            results = cuda.float8_forward(cuda.readable(x), *weights, rows, plan.room, rounded)
+            results = cuda.float8_forward(cuda.readable(x), *weights, rows, plan.room, rounded)[:4]
         else:
             results = forward(x, w_gate, w_up, w_down, plan, w_down_t, False, sending or returning)[:4]
         if sending:

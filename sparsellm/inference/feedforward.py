@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from sparsellm.inference.engine_choice import MANY, EngineChoice, kind_of, register, sparse_engines_take
 from sparsellm.inference.matching import OWN, PROJECTIONS, kind
-from sparsellm.ops import MAX_COLUMNS, MULTIPLE, FeedForwardOutput, Plan, backend, feedforward, float8_gate
+from sparsellm.ops import MAX_COLUMNS, MULTIPLE, FeedForwardOutput, Plan, backend, cuda, feedforward, float8_gate
 from sparsellm.ops.feedforward import check, in_autocast, output_of
+from sparsellm.ops.float8_gate import Float8Rows
 from sparsellm.policy import Policy
 from sparsellm.policy.training import Call, TrainingChoice, choose_in_training, in_backward, stop_choosing
 
@@ -98,6 +99,9 @@ class SparseFeedForward(nn.Module):
         self.traced, self.in_training = traced, in_training
         # Set once by our trainer, which writes each new plan into the tensor; compiled code would miss a new tensor.
         self.training_plan: Tensor | None = None
+        # Set by our trainer too: the tile engine computes the gate product in FP8. Validation then takes
+        # `training_plan` as well, so that it rounds what training rounds.
+        self.trains_in_float8 = False
         # A layer that trains keeps no second copy of W_d: the copy would cost memory, and FSDP2 fills a gathered weight
         # without changing its version, so the copy would go stale unnoticed.
         self.choice = EngineChoice(engine, policy, copies=in_training is None, float8=float8)
@@ -125,8 +129,9 @@ class SparseFeedForward(nn.Module):
                 return y
         rows, cast = in_autocast(x.reshape(-1, x.shape[-1]))
         traced = self.traced or (self.in_training is not None and sparse_engines_take(rows) and not _kernels_run())
-        if gradients or traced:
-            out = feedforward(rows, *weights, self._plan(rows, traced))
+        if gradients or traced or self.trains_in_float8:
+            gate_input = _in_float8(rows.detach()) if self.trains_in_float8 else None
+            out = feedforward(rows, *weights, self._plan(rows, traced), gate_input)
             if self.in_training is not None and gradients and (compiling or not in_backward()):
                 self.in_training.record(len(rows), out)
             y = out.y.view(x.shape)
@@ -148,6 +153,8 @@ class SparseFeedForward(nn.Module):
         """The plan of a call with gradients, or of any call if `traced`; None means the traced reference."""
         if self.in_training is not None:
             return None if traced or not sparse_engines_take(rows) else self.in_training.plan
+        if self.trains_in_float8:
+            return self.training_plan
         if traced or self.training:
             return self.training_plan if self.training and torch.is_grad_enabled() else None
         return Plan.of(self.choice.engine or "dense")  # the chosen plan may be row, which has no backward
@@ -246,6 +253,11 @@ def _computes_as_linear(module: Any) -> TypeGuard[nn.Linear]:
     if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
         return False
     return "weight" in module._parameters and not module._forward_pre_hooks  # neither parametrized nor sharded
+
+
+def _in_float8(rows: Tensor) -> Float8Rows:
+    """x [M, K], bfloat16, in FP8. Compiled code fuses the rounding with what computes x."""
+    return float8_gate.quantize_rows(rows) if torch.compiler.is_compiling() else cuda.quantize_rows(cuda.readable(rows))
 
 
 def _kernels_run() -> bool:

@@ -36,13 +36,15 @@ def forward(
     w_down_t: Tensor | None,
     saving: bool,
     counting: bool = True,
+    rounded: Float8Rows | None = None,
 ) -> Forward:
     """(y, l1, fired, counts, saved) of `sparsellm.ops.feedforward`, computed by the engine of `plan`.
 
     y [M, K]; l1 0-d float32; fired bool [N]; counts int64 [COUNTS]; saved uint8: one buffer for `backward`, empty
     unless `saving`, whose length identifies the engine (`engine_of`). w_down_t [N, K]: w_down transposed, or None.
     Weights are cast to the dtype of x. Without `counting`, the dense engine may skip the statistics: l1, fired and
-    counts are then empty. Raises ValueError if `saving` is true for the row engine, which has no backward, and for more
+    counts are then empty. rounded: x in FP8, with which the tile engine computes the gate product in FP8
+    (`float8_forward`). Raises ValueError if `saving` is true for the row engine, which has no backward, and for more
     tokens than the tile engine supports.
     """
     m, n = x.shape[0], w_down.shape[1]
@@ -62,6 +64,9 @@ def forward(
     w_down_t = _by_neuron(w_down, w_down_t, x.dtype)
     if plan.engine == Engine.row:
         return *_called("row_forward", x, w_gate, w_up, w_down_t, True), x.new_empty(0, dtype=torch.uint8)
+    if rounded is not None:
+        thresholded = quantize_rows(w_up if w_gate is None else w_gate)
+        return float8_forward(x, w_gate, w_up, w_down_t, thresholded, plan.room, rounded, saving)
     capacity, ordered = capacity_of(m, n, plan.room), borders.orders(m)
     return _called("tile_forward", x, w_gate, w_up, w_down_t, capacity, None, ordered, saving)
 
@@ -93,16 +98,21 @@ def float8_forward(
     thresholded: Float8Rows,
     room: int,
     rounded: Float8Rows | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(y, l1, fired, counts) of the tile engine with the gate product in FP8; the other products are bfloat16.
+    saving: bool = False,
+) -> Forward:
+    """(y, l1, fired, counts, saved) of the tile engine with the gate product in FP8; other products are bfloat16.
 
     thresholded: w_gate, or w_up of a non-gated layer, in FP8. rounded: x in FP8, if the caller has it. M > 0, and K is
     a multiple of 16. All other tensors must be bfloat16, contiguous and aligned (see `readable`).
+
+    `backward` multiplies by w_gate and x in bfloat16, where g of this call is not zero: the rounding to FP8 has the
+    gradient 1. If `saving`, token tiles that take the overflow path compute the gate product in bfloat16, as their
+    backward does; l1 and y are theirs then, but fired and counts are of the FP8 product.
     """
     m, n = x.shape[0], len(w_up)
     weights, gate = (w_gate, w_up, w_down_t), (*(rounded or quantize_rows(x)), *thresholded)
     capacity, ordered = capacity_of(m, n, room), borders.orders(m)
-    return _called("tile_forward_float8", x, *weights, *gate, capacity, ordered)[:4]
+    return _called("tile_forward_float8", x, *weights, *gate, capacity, ordered, saving)
 
 
 def quantize_rows(matrix: Tensor) -> Float8Rows:

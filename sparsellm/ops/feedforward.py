@@ -13,6 +13,12 @@
 The row and tile engines run on the CUDA or Triton kernels, in bfloat16 on a GPU, or raise an error. The dense engine
 runs everywhere: on kernels if they are already loaded (sparsellm.ops.backend), else in PyTorch. An engine that cannot
 run is never replaced by another one.
+
+With `rounded`, x in FP8, the tile engine computes the gate product in FP8 (sparsellm.ops.float8_gate): it rounds
+w_gate (non-gated: w_up) with a scale per neuron, and packs g from this product. Everything else is bfloat16, from the
+x and the weights that were not rounded. Backward uses the packed g, so both passes agree on what fires, and treats the
+rounding as the identity (straight-through). The dense engine ignores `rounded`, and the tokens that take the tile
+engine's overflow path (rest_calls) compute the gate product in bfloat16 in both passes.
 """
 
 from collections.abc import Sequence
@@ -24,6 +30,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from sparsellm.ops import backend, cuda, reference
+from sparsellm.ops.float8_gate import Float8Rows
 from sparsellm.ops.plan import Engine, Plan
 from sparsellm.ops.twell import MAX_COLUMNS
 
@@ -65,7 +72,12 @@ def saved_bytes(plan: Plan | None, tokens: int, neurons: int, gated: bool, dtype
 
 
 def feedforward(
-    x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, plan: Plan | Tensor | None
+    x: Tensor,
+    w_gate: Tensor | None,
+    w_up: Tensor,
+    w_down: Tensor,
+    plan: Plan | Tensor | None,
+    rounded: Float8Rows | None = None,
 ) -> FeedForwardOutput:
     """y = h w_down^T and the statistics of h, where h = relu(x w_gate^T) * (x w_up^T).
 
@@ -78,10 +90,12 @@ def feedforward(
         w_up: [N, K].
         w_down: [K, N].
         plan: The engine that computes the call. None: the PyTorch reference, traced.
+        rounded: x [M, K] in FP8, with K a multiple of 16: the tile engine then computes the gate product in FP8, on
+            the CUDA kernels. None: in the compute dtype.
 
     Raises:
         ValueError: Shapes, dtypes, devices or the plan are invalid.
-        KernelsUnavailable: The plan's engine cannot run here.
+        KernelsUnavailable: The plan's engine, or its FP8 gate product, cannot run here.
         RuntimeError: The caller requested second derivatives or forward mode.
     """
     shape = x.shape
@@ -92,7 +106,8 @@ def feedforward(
         return uncounted(y.view(shape), *statistics)
     saving = torch.is_grad_enabled() and any(t.requires_grad for t in (x, w_gate, w_up, w_down) if t is not None)
     plan = plan.tensor() if isinstance(plan, Plan) else plan
-    y, l1, fired, counts, _ = torch.ops.sparsellm.feedforward(x, w_gate, w_up, w_down, plan, saving)
+    in_float8 = (None, None) if rounded is None else rounded
+    y, l1, fired, counts, _ = torch.ops.sparsellm.feedforward(x, w_gate, w_up, w_down, plan, saving, *in_float8)
     return output_of(y.view(shape), l1, fired, counts)
 
 
@@ -206,10 +221,19 @@ def first_order(
 
 @torch.library.custom_op("sparsellm::feedforward", mutates_args=())
 def _feedforward(
-    x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, plan: Tensor, saving: bool
+    x: Tensor,
+    w_gate: Tensor | None,
+    w_up: Tensor,
+    w_down: Tensor,
+    plan: Tensor,
+    saving: bool,
+    values: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """values, scales: x in FP8, or None."""
     check(x, w_gate, w_up, w_down, cast=True)
-    return forward(x, w_gate, w_up, w_down, Plan.read(plan), None, saving)
+    rounded = None if values is None or scales is None else Float8Rows(values, scales)
+    return forward(x, w_gate, w_up, w_down, Plan.read(plan), None, saving, rounded=rounded)
 
 
 def forward(
@@ -221,20 +245,25 @@ def forward(
     w_down_t: Tensor | None,
     saving: bool,
     counting: bool = True,
+    rounded: Float8Rows | None = None,
 ) -> cuda.Forward:
     """(y, l1, fired, counts, saved), computed by the engine of `plan`; the caller must have checked the inputs.
 
     w_down_t [N, K]: w_down transposed in advance for the row and tile engines, or None. Without `counting`, the
-    kernels' dense engine may skip the statistics: l1, fired and counts are then empty. Raises ValueError or
-    KernelsUnavailable if the plan's engine cannot run, and RuntimeError in forward mode.
+    kernels' dense engine may skip the statistics: l1, fired and counts are then empty. rounded: as in `feedforward`.
+    Raises ValueError or KernelsUnavailable if the plan's engine cannot run, and RuntimeError in forward mode.
     """
     if in_forward_mode():
         raise RuntimeError("a feedforward layer with a plan was differentiated in forward mode: use backward mode")
     if _autocasts(x.device.type):
         with torch.autocast(x.device.type, enabled=False):
-            return forward(x, w_gate, w_up, w_down, plan, w_down_t, saving, counting)
+            return forward(x, w_gate, w_up, w_down, plan, w_down_t, saving, counting, rounded)
     if (kernels := _kernels(x, plan.engine)) is not None:
-        return kernels.forward(x, w_gate, w_up, w_down, plan, w_down_t, saving, counting)
+        if rounded is None or plan.engine != Engine.tile:
+            return kernels.forward(x, w_gate, w_up, w_down, plan, w_down_t, saving, counting)
+        if kernels is not cuda:
+            raise backend.KernelsUnavailable("the Triton kernels have no gate product in FP8: use the CUDA kernels")
+        return cuda.forward(x, w_gate, w_up, w_down, plan, w_down_t, saving, counting, rounded)
     y, l1, nnz, fired, *planes = reference.forward(x, *_cast(x.dtype, w_gate, w_up, w_down))
     counts = torch.stack([nnz, zero := torch.zeros_like(nnz), zero, reference.union(planes[0] != 0), zero])
     saved = torch.stack(planes).view(torch.uint8).flatten() if saving else x.new_empty(0, dtype=torch.uint8)
@@ -261,7 +290,9 @@ def _kernels(x: Tensor, engine: Engine) -> ModuleType | None:
 
 
 @_feedforward.register_fake
-def _(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, plan: Tensor, saving: bool) -> tuple[Tensor, ...]:
+def _(
+    x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, plan: Tensor, saving: bool, *_: Tensor | None
+) -> tuple[Tensor, ...]:
     length = torch.library.get_ctx().new_dynamic_size() if saving else 0
     return *fake_results(x, w_down.shape[1]), x.new_empty(length, dtype=torch.uint8)
 
@@ -298,7 +329,7 @@ def _(
 
 
 def _feedforward_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-    x, w_gate, w_up, w_down, *_, saving = inputs
+    x, w_gate, w_up, w_down, _, saving, *_ = inputs
     ctx.set_materialize_grads(False)  # otherwise autograd would allocate a zero gradient as large as `saved`
     if saving:
         ctx.save_for_backward(x, w_gate, w_up, w_down, output[4])
@@ -308,7 +339,7 @@ def _feedforward_gradients(ctx: Any, dy: Tensor | None, dl1: Tensor | None, *_un
     x, w_gate, w_up, w_down, saved = ctx.saved_tensors
     dy, dl1 = first_order(x, dy, dl1, ())
     gradients = torch.ops.sparsellm.feedforward_backward(x, w_gate, w_up, w_down, dy, dl1, saved)
-    return *_by_argument(w_gate, gradients), None, None
+    return *_by_argument(w_gate, gradients), None, None, None, None
 
 
 _feedforward.register_autograd(_feedforward_gradients, setup_context=_feedforward_context)

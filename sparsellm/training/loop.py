@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparsellm.config import Config, Precision, l1_denominator, takes_kernels
+from sparsellm.config import Config, Float8, Precision, l1_denominator, takes_kernels
 from sparsellm.data import Data, DataError
 from sparsellm.distributed.groups import Ranks, first_error, on_main, report_progress
 from sparsellm.evaluation.live import LiveEvaluation
@@ -111,12 +111,15 @@ class Trainer:
         torch.manual_seed(training.seed)
         self.decoder = sharding.decoder(model, activation, runtime, ranks)
         if takes_kernels(runtime, activation, device.type):
-            accelerate(self.decoder, runtime.kernels.name, calibrate=False)  # `Plans.begin` calibrates on rank 0
+            # `Plans.begin` calibrates on rank 0. In FP8, nothing may replace the CUDA kernels.
+            kernels = "cuda" if runtime.float8 == Float8.all else runtime.kernels.name
+            accelerate(self.decoder, kernels, calibrate=False)
             _agree_on_kernels(ranks.rank)
             if backend.loaded():
                 self.plans = Plans(model, training, runtime, self.decoder, ranks)
         if runtime.float8 is not None:
-            float8.convert(self.decoder, runtime.float8, runtime.float8_recipe)
+            in_torchao = runtime.float8 == Float8.all and self.plans is None
+            float8.convert(self.decoder, in_torchao, runtime.float8_recipe)
         if runtime.compile:
             self.decoder.compile_parts()
         self.model = sharding.distributed(self.decoder, runtime, model.init_std, ranks)

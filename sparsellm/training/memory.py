@@ -13,9 +13,12 @@ is set). Between a micro-batch's forward and backward pass a compiled layer keep
 and, for any number of tokens, its weights in the compute dtype. A layer that is not compiled keeps more. Memory peaks
 while the head computes (`_head`) or during the last layer's backward (`_last_layer`).
 
-A linear layer in FP8 (runtime.float8) keeps less, with either recipe. torchao saves its input and its float32 weight,
-which exists anyway, and rounds both to FP8 again in backward. So there is no copy of the weight in the compute dtype,
-and compiled backward computes the normalised input, and h of a feedforward layer, from other saved tensors.
+A linear layer in FP8 by torchao (runtime.float8) keeps less, with either recipe. torchao saves its input and its
+float32 weight, which exists anyway, and rounds both to FP8 again in backward. So there is no copy of the weight in the
+compute dtype, and compiled backward computes the normalised input, and h of a feedforward layer, from other saved
+tensors. A sparse layer whose gate product is in FP8 (runtime.float8=all on the kernels) keeps what it keeps in
+bfloat16: its input and weight in FP8, M K + N K bytes, exist only in its forward pass, which takes less memory than its
+backward pass.
 
 On an H200 (torch 2.11) this estimate differs by at most 0.5%, with recomputation by 2.5%, from the peaks in
 docs/RESULTS.md, "Training in 80 GB", and by 0.4% from peaks in FP8 on an H100 (docs/dev/LOG.md).
@@ -38,6 +41,7 @@ from sparsellm.config import (
     ModelConfig,
     RuntimeConfig,
     attention_weights,
+    float8_gates,
     moments,
     parameters,
 )
@@ -121,6 +125,11 @@ class StepMemory:
     def _dtype(self) -> torch.dtype:
         return DTYPES[self.runtime.precision]
 
+    @property
+    def _all_linears_in_float8(self) -> bool:
+        """Whether torchao computes the feedforward layers in FP8, in addition to attention."""
+        return self.runtime.float8 == Float8.all and not float8_gates(self.runtime, self.activation)
+
     def _activations(self, sequences: int, plans: Sequence[Plan | None], recompute: bool) -> int:
         model, tokens, element = self.model, sequences * self.sequence_length, self._dtype.itemsize
         layers = [self._layer(tokens, plan) for plan in plans]
@@ -130,7 +139,7 @@ class StepMemory:
             kept, at_work = len(layers) * each_input, max(layers) - each_input
         # In addition to saved [M, N] tensors, backward needs one such tensor if compiled; with kernels dh, dz and du.
         planes = element * (1 if plans[-1] is None else 3)
-        if self.runtime.float8 == Float8.all:  # dh, dz, du, and one of them in FP8 in two layouts; an upper estimate
+        if self._all_linears_in_float8:  # dh, dz, du, and one of them in FP8 in two layouts; an upper estimate
             planes = 3 * element + 2
         head = _head(model, tokens, element)
         if self.taught:  # the teacher's last hidden state, and a chunk of its logits
@@ -141,19 +150,19 @@ class StepMemory:
         """Bytes that a layer keeps between forward and backward."""
         model, dtype = self.model, self._dtype
         width, neurons, element = model.hidden_size, model.intermediate_size, dtype.itemsize
-        float8 = self.runtime.float8
+        in_float8 = (self.runtime.float8 is not None) + self._all_linears_in_float8  # attention; feedforward layers too
         rotated = (model.num_heads + model.kv_heads) * model.head_width  # elements of queries and keys per token
         if self.runtime.compile:
             per_token = 2 * FLOAT32 * width + element * (width + 2 * rotated)
             per_token += element * rotated if model.qk_norm else 0
             # Compiled backward recomputes the normalised input of attention in FP8, and of feedforward layers in FP8.
-            per_token -= element * width * (0 if float8 is None else 2 if float8 == Float8.all else 1)
+            per_token -= element * width * in_float8
         else:  # an eager layer also keeps both norms' float32 results and the intermediates of the rotation
             per_token = 4 * FLOAT32 * width + element * (2 * width + 3 * rotated)
             per_token += 2 * FLOAT32 * rotated if model.qk_norm else 0
-        matrices = attention_weights(model) if float8 is None else 0
+        matrices = 0 if in_float8 else attention_weights(model)
         if plan is None:
-            matrices += 0 if float8 == Float8.all else (3 if model.gated else 2) * neurons * width
+            matrices += 0 if self._all_linears_in_float8 else (3 if model.gated else 2) * neurons * width
             saved = self._traced_planes(element) * tokens * neurons
         else:
             saved = saved_bytes(plan, tokens, neurons, model.gated, dtype)
@@ -164,7 +173,7 @@ class StepMemory:
         """Bytes per token and neuron of the [M, N] tensors kept by a traced block."""
         if not self.model.gated:
             return element  # h
-        if self.runtime.float8 == Float8.all:  # the results of gate and up; eager PyTorch also keeps h (and silu(z))
+        if self._all_linears_in_float8:  # the results of gate and up; eager PyTorch also keeps h (and silu(z))
             return (2 if self.runtime.compile else 3 if self.activation == Activation.relu else 4) * element
         if self.activation == Activation.silu:
             return (3 if self.runtime.compile else 4) * element  # z, u and h; eager PyTorch also keeps silu(z)

@@ -6,7 +6,8 @@ before the decision resumes identically.
 
 Engines are chosen by costs measured on rank 0's GPU, by `sparsellm calibrate` or when the run starts (`begin`); without
 measurements, by the package's constants. `state` holds these costs, and a resumed run uses them even if `calibrate` has
-measured other costs since.
+measured other costs since. They are costs of bfloat16: with runtime.float8=all the tile engine is faster than they
+say, so a layer whose nonzeros fall reaches it a few steps later than it could.
 """
 
 import math
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsellm.config import ModelConfig, RuntimeConfig, TrainingConfig
+from sparsellm.config import Float8, ModelConfig, RuntimeConfig, TrainingConfig
 from sparsellm.distributed.groups import Ranks, on_main
 from sparsellm.model import Decoder
 from sparsellm.ops import Engine, Plan, backend
@@ -45,6 +46,7 @@ class Plans:
         self.blocks: list[Any] = [layer.mlp for layer in decoder.layers]
         for block, tensor in zip(self.blocks, self.tensors, strict=True):
             block.training_plan = tensor
+            block.trains_in_float8 = runtime.float8 == Float8.all
         self._choose_by(None)
         # Counts that no decision has used yet, float64 [3, L]: nonzeros; union; nonzeros per token of the fullest
         # micro-batch. All are SKIPPED if the step was skipped.

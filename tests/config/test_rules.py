@@ -163,7 +163,10 @@ def test_kernels_that_could_never_run_are_refused_and_auto_goes_without(override
     assert found("auto") == found("torch") == []
 
 
-FLOAT8 = ["experiment=smoke", "runtime.precision=bfloat16", "runtime.device=auto", "runtime.float8=attention"]
+FLOAT8 = [
+    "experiment=smoke", "runtime.precision=bfloat16", "runtime.device=auto", "runtime.float8=attention",
+    "runtime.deterministic=false",
+]  # fmt: skip
 ALL = "runtime.float8=all"
 
 
@@ -173,7 +176,14 @@ ALL = "runtime.float8=all"
         (["runtime.precision=float32"], "runtime.float8=attention with runtime.precision=float32: use .*=bfloat16"),
         (["model.num_heads=16"], None),
         (["model.head_dim=8", "model.num_key_value_heads=1"], "all key/value heads is 8 with .*: .* a multiple of 16"),
-        ([ALL], "float8=all trains ReLU layers without the sparse kernels: add runtime.kernels=torch, or use"),
+        ([ALL], None),
+        ([ALL, "runtime.kernels=cuda", "sparsity.relu_tokens=9"], None),
+        ([ALL, "model.intermediate_size=504"], None),
+        ([ALL, "runtime.kernels=torch", "model.intermediate_size=504"], "size is 504 with .* multiple of 16"),
+        ([ALL, "runtime.kernels=triton"], "layers, but runtime.kernels=triton has no FP8: change it, or use .*=torch"),
+        ([ALL, "runtime.deterministic=true"], "deterministic=true excludes .*: change it, or use runtime.kernels=tor"),
+        ([ALL, "runtime.precision=float32"], "runtime.float8=all with runtime.precision=float32: use .*=bfloat16"),
+        ([ALL, "runtime.device=cpu"], "runtime.float8=all does not run here: runtime.device=cpu has no FP8"),
         ([ALL, "runtime.kernels=torch"], None),
         ([ALL, "sparsity=dense_silu"], None),
         (
@@ -187,6 +197,7 @@ ALL = "runtime.float8=all"
 )
 def test_float8_is_refused_where_a_layer_cannot_have_it(overrides, message, monkeypatch):
     monkeypatch.setattr(float8, "obstacle", lambda: None)
+    monkeypatch.setattr(build, "check", lambda: None)
     found = [each for each in mistakes(from_overrides([*FLOAT8, *overrides]), 1) if "float8" in each]
     assert len(found) == (message is not None)
     assert message is None or re.search(message, found[0]), found
@@ -206,6 +217,20 @@ def test_float8_is_refused_with_the_machines_own_reason(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
     assert "NVIDIA A100 has no FP8, which needs compute capability 8.9 or higher" in refusal()
+
+
+@pytest.mark.parametrize("kernels", ["auto", "cuda"])
+def test_float8_gates_are_refused_with_the_reason_of_the_kernels(kernels, monkeypatch):
+    def unavailable():
+        raise build.KernelsUnavailable("the kernels need a Hopper GPU")
+
+    monkeypatch.setattr(float8, "obstacle", lambda: None)
+    monkeypatch.setattr(build, "check", unavailable)
+    found = mistakes(from_overrides([*FLOAT8, ALL, f"runtime.kernels={kernels}"]), 1)
+    assert [each for each in found if "float8" in each] == [
+        "runtime.float8=all of sparse layers does not run here (runtime.kernels=torch does not need it): the kernels"
+        " need a Hopper GPU"
+    ]
 
 
 @pytest.mark.parametrize("kind", [EvaluateConfig, GenerateConfig, BenchmarkConfig])

@@ -103,28 +103,31 @@ def tile_forward(x, w_gate, w_up, w_down_t, capacity, long_capacity, ordered, sa
     assert long_capacity is None
     ASKED.append((capacity, ordered, saving))
     *outputs, planes = computed(x, w_gate, w_up, w_down_t)
-    saved = x.new_empty(0, dtype=torch.uint8)
-    if saving:
-        kept = torch.stack(planes).view(torch.uint8).flatten()
-        saved = torch.cat(
-            [
-                kept,
-                kept.new_empty(tile_saved_bytes(*planes[0].shape, w_gate is not None, capacity, ordered) - len(kept)),
-            ]
-        )
-    return *outputs, saved
+    return *outputs, saved_planes(planes, w_gate is not None, capacity, ordered, saving)
 
 
-def tile_forward_float8(x, w_gate, w_up, w_down_t, x_values, x_scales, w_thresholded, w_scales, capacity, ordered):
+def saved_planes(planes, gated, capacity, ordered, saving):
+    if not saving:
+        return planes[0].new_empty(0, dtype=torch.uint8)
+    kept = torch.stack(planes).view(torch.uint8).flatten()
+    rest = tile_saved_bytes(*planes[0].shape, gated, capacity, ordered) - len(kept)
+    return torch.cat([kept, kept.new_empty(rest)])
+
+
+def tile_forward_float8(
+    x, w_gate, w_up, w_down_t, x_values, x_scales, w_thresholded, w_scales, capacity, ordered, saving
+):
     expect_layer(x, w_gate, w_up, w_down_t)
     expect_float8(x_values, x_scales)
     expect_float8(w_thresholded, w_scales)
     g = float8_gate.gate(Float8Rows(x_values, x_scales), Float8Rows(w_thresholded, w_scales))
-    h = g if w_gate is None else g * (x @ w_up.T)
+    planes = [g] if w_gate is None else [g, x @ w_up.T]
+    h = g if w_gate is None else g * planes[1]
     l1, nnz, fired = reference.statistics(h, g != 0)
     counts = torch.stack([nnz, nnz * 0, nnz * 0, reference.union(g != 0), nnz * 0])
     ASKED.append((capacity, ordered, "float8"))
-    return h @ w_down_t, l1, fired, counts, x.new_empty(0, dtype=torch.uint8)
+    saved = saved_planes(planes, w_gate is not None, capacity, ordered, saving)
+    return h @ w_down_t, l1, fired, counts, saved
 
 
 def tile_saved_bytes(m, n, gated, capacity, ordered):

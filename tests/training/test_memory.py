@@ -117,6 +117,7 @@ def test_wide_layers_need_the_measured_part_of_pytorchs_memory(neurons, measured
         (["runtime.kernels=torch", "runtime.float8=all", "runtime.float8_recipe=rowwise"], None, 27_584_999_424),
         ([], "tile", 25_239_353_856),
         (["runtime.float8=attention"], "tile", 23_827_879_936),
+        (["runtime.float8=all"], "tile", 23_827_879_936),  # the gate product in FP8 saves what it saves in bfloat16
     ],
 )
 def test_the_arithmetic_gives_what_was_measured_in_float8(overrides, engine, measured):
@@ -124,6 +125,19 @@ def test_the_arithmetic_gives_what_was_measured_in_float8(overrides, engine, mea
     config = from_overrides(["experiment=1p5b", "model.num_layers=14", "training.batch_size=16", *overrides])
     found = step_memory(config).usage(8, [None if engine is None else Plan.of(engine)] * 14).total
     assert found == pytest.approx(measured, rel=0.004)
+
+
+@pytest.mark.parametrize("engine", [None, "dense", "tile"])
+@pytest.mark.parametrize("setting", ["runtime.compile=false", "runtime.compile=true", "runtime.recompute=true"])
+def test_a_gate_in_float8_on_the_kernels_needs_what_attention_in_float8_needs(setting, engine):
+    """Also while sparsity.relu_tokens leaves the layers to PyTorch, in bfloat16."""
+    plans = [None if engine is None else Plan.of(engine)] * 28
+    gate, attention = (
+        step_memory(from_overrides(["experiment=1p5b", setting, f"runtime.float8={layers}"]))
+        for layers in ("all", "attention")
+    )
+    for recompute in (False, True):
+        assert gate.usage(8, plans, recompute) == attention.usage(8, plans, recompute)
 
 
 @pytest.mark.parametrize("setting", ["runtime.compile=false", "runtime.compile=true"])

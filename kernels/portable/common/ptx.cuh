@@ -365,6 +365,10 @@ __device__ __forceinline__ uint16_t ld_shared_u16(uint32_t address) {
   return v;
 }
 
+__device__ __forceinline__ void st_shared_u32(uint32_t address, uint32_t v) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+}
+
 __device__ __forceinline__ void st_shared_u16(uint32_t address, uint16_t v) {
   asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(v) : "memory");
 }

@@ -2,6 +2,9 @@
 // could not hold them. It reads g from the packed gate, so it fires exactly what the gate counted, and computes all
 // else densely by mma.sync; it ends at once if no tile left. rest/product.cuh explains how CTAs share the work.
 //
+// A gate product in FP8 that a backward pass follows is the exception: rest_backward has no packed gate, and computes g
+// in bf16. So that both passes use the same g, this kernel then computes g in the same way (RestForward::w_gate).
+//
 // The phases: h = g * u of a group of tokens, as a plane [tokens, N]; then y = h W_d of these tokens; and so on for all
 // groups. The plane is in the memory of TilePlan::rows, which nothing else uses any more, and which determines the
 // number of tokens in a group.
@@ -62,7 +65,15 @@ struct Problem {
     const int k = p.k, n = p.n;
     look_up_rows(rows, p.tokens, top, count);
     __syncthreads();
-    unpack(gate, p.packed, rows, n, left);
+    if (p.w_gate == nullptr) {
+      unpack(gate, p.packed, rows, n, left);
+    } else {
+      Sums z = {};
+      multiply<false, false>(stages, z, k, listed_rows(bf16(p.x), k, rows), rows_from(bf16(p.w_gate), k, left, n));
+      for_each_pair(z, [&](int row, int column, float low, float high, int) {
+        ptx::st_shared_u32(gate + (row * kGatePitch + column) * 2, ptx::cvt_relu_bf16x2(low, high));
+      });
+    }
     Sums u = {};
     const bool gated = p.w_up != nullptr;
     if (gated) {
