@@ -4,6 +4,7 @@ import json
 import math
 import re
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import NamedTuple
@@ -382,6 +383,39 @@ def wide_at_0p5b():
         yield Cells([*found, seconds(rows)[-1], max(row["peak_memory_bytes"] for row in rows) / GIB])
 
 
+def wide_at_0p5b_150m():
+    """A column per run; the first is the SiLU run that the others are compared with."""
+    runs = list(runs_of("0p5b_wide_150m.jsonl").values())
+    rows = [run["rows"] for run in runs]
+    last = [each[-1] for each in rows]
+    widths = [run["config"]["model"]["intermediate_size"] for run in runs]
+    sizes = [parameters(ModelConfig(num_layers=8, intermediate_size=width)) for width in widths]
+    times = [seconds(each) for each in rows]
+    sparse = [i for i, row in enumerate(last) if row["nnz_mean"] is not None]
+    assert [run["config"]["sparsity"]["activation"] for run in runs].index("silu") == 0
+    yield Cells([size / 1e6 for size in sizes])
+    yield Cells([row["val_ce"] for row in last])
+    yield Cells([row["val_ce"] - last[0]["val_ce"] for row in last[1:]])
+    yield Cells([last[i]["nnz_mean"] for i in sparse])
+    yield Cells([100 * (1 - last[i]["nnz_mean"] / widths[i]) for i in sparse])
+    yield Cells([100 * sum(last[i]["dead_per_layer"]) / (8 * widths[i]) for i in sparse])
+    yield Cells([time[-1] for time in times])
+    yield Cells([time[-1] / times[0][-1] for time in times[1:]])
+    dense = [max((i for i, row in enumerate(each) if "dense" in row["plan_per_layer"]), default=-1) for each in rows]
+    yield Cells([times[i][dense[i]] if dense[i] >= 0 else 0 for i in sparse])
+    yield Cells([row["tokens_per_s"] for row in last])
+    yield Cells([max(row["peak_memory_bytes"] for row in each) / GIB for each in rows])
+    yield Cells([row["peak_memory_bytes"] / GIB for row in last])
+    spans = [[now["tokens"] - before["tokens"] for before, now in pairwise(each)] for each in rows]
+    energies = [
+        sum(row["mj_per_token"] * tokens for row, tokens in zip(each[1:], span, strict=True)) / 1e6
+        for each, span in zip(rows, spans, strict=True)
+    ]
+    yield Cells(energies)
+    yield Cells([each / energies[0] for each in energies[1:]])
+    yield Cells([14 * size / 1e9 for size in sizes])
+
+
 def wide_steps():
     for name in ("wide_step_5632_dense.json", "wide_step_22528.json"):
         found = file(name)
@@ -561,6 +595,7 @@ COMPARED = {
     "RESULTS.md#wider-layers-a-first-screen-at-30m": widths,
     "RESULTS.md#wider-layers-learning-rates-and-muon": muon,
     "RESULTS.md#wider-layers-at-05b-33m-tokens": wide_at_0p5b,
+    "RESULTS.md#wider-layers-at-05b-150m-tokens": wide_at_0p5b_150m,
     "RESULTS.md#wider-layers-300m-tokens": wide_300m,
     "RESULTS.md#wider-layers-300m-tokens 2": wide_steps,
     "RESULTS.md#fp8-forward-passes-accuracy-and-loss": float8_models,
