@@ -38,6 +38,7 @@ from sparsellm.sweep.figure import spelled
 GIB = 2**30
 CHECKPOINT = 14  # bytes per parameter: 12 of state/ (weights and AdamW's moments, float32), 2 of hf/ (bfloat16)
 MARKERS = "os^Dv"  # of widths, ascending
+NEAR = 0.15  # fraction of the range of losses within which the names of two ends would overlap
 LARGE, SMALL = 9, 3  # marker sizes: of an end, and of a validation in mid-schedule
 
 
@@ -168,7 +169,7 @@ def draw(runs: list[Run], other_host: list[str]) -> Figure:
         for line, at in ((ends.axvline, base.seconds), (ends.axhline, base.loss)):
             line(at, color=color(base), linewidth=0.9, linestyle=(0, (4, 2)), zorder=1)
         for run in runs:
-            _name(ends, run, base)
+            _name(ends, run, base, runs)
         ends.margins(x=0.75, y=0.15)
         ends.text(0.02, 0.03, "lower loss\nin less time", transform=ends.transAxes, fontsize=8, color=color(base))
         over_time.set(ylabel="held-out cross entropy, nats per token")
@@ -183,15 +184,20 @@ def draw(runs: list[Run], other_host: list[str]) -> Figure:
         return figure
 
 
-def _name(axes: Axes, run: Run, base: Run) -> None:
-    """Write what a run is, and its distance from `base`, at its side away from `base`."""
+def _name(axes: Axes, run: Run, base: Run, runs: list[Run]) -> None:
+    """Write what a run is, and its distance from `base`, at its side away from `base`. Of two ends that are close, the
+    higher one is named above its mark, the lower one below."""
     text = run.label
     if run is not base:
         text += f"\n{run.loss - base.loss:+.3f} nats, {run.seconds / base.seconds:.2f}x the time"
     left = run.seconds < base.seconds
+    close = NEAR * (max(each.loss for each in runs) - min(each.loss for each in runs))
+    neighbours = [each.loss for each in runs if each is not run and abs(each.loss - run.loss) < close]
+    above = run.loss >= max(neighbours, default=run.loss)
     axes.annotate(
         text, (run.seconds, run.loss), xytext=(-9 if left else 9, 0), textcoords="offset points", fontsize=8,
-        ha="right" if left else "left", va="bottom" if run is base else "center", color=color(run), zorder=3,
+        ha="right" if left else "left", va=("bottom" if above else "top") if neighbours else "center",
+        color=color(run), zorder=3,
         bbox={"color": "white", "pad": 1, "alpha": 0.8},
     )  # fmt: skip
 

@@ -334,9 +334,9 @@ def muon():
     runs = runs_of("mini_muon.jsonl")
     first = runs["silu_1408"]["rows"][-1]["val_ce"]
     for name in (
-        "silu_1408", "silu_1408_lr1e-3", "silu_1408_lr4e-3", "silu_5632", "silu_5632_lr1e-3",
+        "silu_1408", "silu_1408_lr1e-3", "silu_1408_lr4e-3", "silu_5632", "silu_5632_lr1e-3", "silu_11264",
         "relu_1408", "relu_2816", "relu_5632",
-        "l1_1408_2e-5", "l1_1408_4e-5", "l1_1408_8e-5", "l1_2816_8e-5", "l1_5632_4e-5", "l1_5632_6e-5",
+        "l1_1408_2e-5", "l1_1408_4e-5", "l1_1408_8e-5", "l1_2816_4e-5", "l1_2816_8e-5", "l1_5632_4e-5", "l1_5632_6e-5",
         "l1_5632_6e-5_redrawn", "l1_5632_6e-5_blended", "l1_5632_6e-5_warm_up", "l1_5632_6e-5_lr1e-3",
         "l1_5632_6e-5_lr4e-3",
         "silu_1408_muon", "silu_1408_muon_lr1e-3", "silu_1408_muon_lr4e-3", "l1_1408_8e-5_muon4",
@@ -506,6 +506,13 @@ def training_with_float8():
             ])  # fmt: skip
 
 
+def speeds_of_silu_and_l1():
+    first, *others = file("0p5b_wide_speeds.json")["runs"]
+    yield Cells([first["tokens_per_s"], first["peak_bytes"] / GIB])
+    for run in others:
+        yield Cells([run["tokens_per_s"], run["tokens_per_s"] / first["tokens_per_s"], run["peak_bytes"] / GIB])
+
+
 def text_generation():
     """A column per prompt length and number of sequences."""
     rows = file("generate_128.json")["results"] + file("generate_1984.json")["results"]
@@ -580,6 +587,8 @@ def engine_choice():
 
 
 COMPARED = {
+    "RESULTS.md#the-loss-for-the-time-05b-150m-tokens": wide_at_0p5b_150m,
+    "RESULTS.md#the-loss-for-the-time-05b-150m-tokens 2": speeds_of_silu_and_l1,
     "RESULTS.md#a-whole-training-run-05b-on-two-h100s": a_whole_run,
     "RESULTS.md#l1-compared-with-relu-and-silu-300m-tokens": l1_relu_silu,
     "RESULTS.md#l1-compared-with-relu-and-silu-300m-tokens 2": benchmarks_of_l1_relu_silu,
@@ -595,7 +604,6 @@ COMPARED = {
     "RESULTS.md#wider-layers-a-first-screen-at-30m": widths,
     "RESULTS.md#wider-layers-learning-rates-and-muon": muon,
     "RESULTS.md#wider-layers-at-05b-33m-tokens": wide_at_0p5b,
-    "RESULTS.md#wider-layers-at-05b-150m-tokens": wide_at_0p5b_150m,
     "RESULTS.md#wider-layers-300m-tokens": wide_300m,
     "RESULTS.md#wider-layers-300m-tokens 2": wide_steps,
     "RESULTS.md#fp8-forward-passes-accuracy-and-loss": float8_models,
