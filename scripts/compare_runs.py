@@ -12,8 +12,9 @@ steps; tokens per second against steps; and, for runs on a GPU, the peak memory 
 The arguments are run folders or files that --json wrote.
 
 --json OUT writes a line of JSON for each run: its configuration, about 80 of its rows, and "saved_by", the command,
-machine, commit and versions of this process. The figure then shows these rows. The PNG stores their checksum, so that a
-test can check whether the figure is up to date.
+machine, commit and versions of this process. A row's speed, energy per token and peak memory are those of all steps
+since the row before, so that times and energies computed from the file equal those of the run. The figure then shows
+these rows. The PNG stores their checksum, so that a test can check whether the figure is up to date.
 
 The table has last values, and the time of each run's steps: in total, and until the run's held-out cross entropy was as
 low as that of the worst run at its end. Times are computed from the tokens per second of logged steps, so validations
@@ -50,7 +51,8 @@ Rows = list[dict[str, Any]]
 LAST_ROWS, FIRST_ROWS = 48, 32  # number of rows kept: evenly spaced, and logarithmically spaced
 KEPT = (
     "step", "tokens", "lr", "ce", "val_ce", "l1", "l1_coefficient", "nnz_mean", "nnz_per_layer", "dead_per_layer",
-    "reinitialized_per_layer", "tokens_per_s", "peak_memory_bytes", "micro_batch_size", "plan_per_layer", "evaluation",
+    "reinitialized_per_layer", "tokens_per_s", "mj_per_token", "peak_memory_bytes", "micro_batch_size",
+    "plan_per_layer", "evaluation",
 )  # fmt: skip
 PATHS = {"kernels": ORANGE, "PyTorch": BLUE}
 
@@ -63,11 +65,27 @@ def path(rows: Rows) -> str:
 
 def thinned(rows: Rows) -> Rows:
     """About 80 rows with the columns KEPT and numbers rounded to six digits: the first and last row, all rows with a
-    validation, and others, of which more are near the beginning."""
+    validation, and others, of which more are near the beginning. Speed, energy per token and peak memory also cover the
+    rows left out before a row."""
     wanted = np.concatenate([np.geomspace(1, len(rows), FIRST_ROWS), np.linspace(1, len(rows), LAST_ROWS)])
     chosen = {round(number) - 1 for number in wanted} | {i for i, row in enumerate(rows) if row["val_ce"] is not None}
-    kept = [{key: rows[i].get(key) for key in KEPT} for i in sorted(chosen)]
+    ends, tokens = sorted(chosen), spans(rows)
+    kept = []
+    for first, last in pairwise([-1, *ends]):
+        steps = slice(first + 1, last + 1)
+        kept.append({key: rows[last].get(key) for key in KEPT} | _merged(rows[steps], tokens[steps]))
     return json.loads(json.dumps(kept), parse_float=lambda text: float(f"{float(text):.6g}"))
+
+
+def _merged(rows: Rows, tokens: list[int]) -> dict[str, float | None]:
+    """The columns of several consecutive rows that describe the time since the row before, each over `tokens`."""
+    energies = [(n, n * row["mj_per_token"]) for row, n in zip(rows, tokens, strict=True) if row.get("mj_per_token")]
+    peaks = [row["peak_memory_bytes"] for row in rows if row.get("peak_memory_bytes")]
+    return {
+        "tokens_per_s": sum(tokens) / sum(n / row["tokens_per_s"] for row, n in zip(rows, tokens, strict=True)),
+        "mj_per_token": sum(mj for _, mj in energies) / sum(n for n, _ in energies) if energies else None,
+        "peak_memory_bytes": max(peaks, default=None),
+    }
 
 
 def checksum(runs: dict[str, Rows]) -> str:
@@ -95,10 +113,14 @@ def styles(runs: dict[str, Rows]) -> dict[str, tuple[str, str]]:
     return {name: (PATHS[of], f"{of} ({found.count(of)})") for name, of in paths.items()}
 
 
+def spans(rows: Rows) -> list[int]:
+    """Tokens between a row and the row before."""
+    return [after - before for before, after in pairwise([0, *(row["tokens"] for row in rows)])]
+
+
 def seconds(rows: Rows) -> list[float]:
     """Cumulative seconds of a run's steps, at each row. Assumes that a step takes as long as the next logged step."""
-    spans = [row["tokens"] - before for row, before in zip(rows, [0, *(row["tokens"] for row in rows)], strict=False)]
-    return np.cumsum([span / row["tokens_per_s"] for span, row in zip(spans, rows, strict=True)]).tolist()
+    return np.cumsum([span / row["tokens_per_s"] for span, row in zip(spans(rows), rows, strict=True)]).tolist()
 
 
 def seconds_to(rows: Rows, loss: float) -> float | None:

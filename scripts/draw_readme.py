@@ -2,10 +2,10 @@
 
     python -m scripts.draw_readme
 
-From top to bottom: the speedup of one layer against its nonzeros; the gains of whole models next to the paper's; and a
-whole run (docs/results/0p5b_150m.jsonl) and its speed compared with SiLU (docs/results/0p5b_300m.jsonl). Both files
-were written by scripts/compare_runs.py. The PNG stores a checksum of all these numbers, so that a test can check
-whether the figure is up to date.
+From top to bottom: the speedup of one layer against its nonzeros; the gains of whole models next to the paper's; and
+whole runs of ReLU + L1 and of SiLU, compared at their ends (docs/results/0p5b_wide_150m.jsonl, written by
+scripts/compare_runs.py). The PNG stores a checksum of all these numbers, so that a test can check whether the figure is
+up to date.
 """
 
 import hashlib
@@ -21,7 +21,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from scripts.compare_runs import Rows, curve, seconds, seconds_to
+from scripts import compare_ends
+from scripts.compare_runs import curve
+from sparsellm.figures import plain
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 OURS, PAPER, DENSE, INK = "#1f77b4", "#e08214", "#8c8c8c", "#222222"
@@ -32,7 +34,11 @@ TABLES = (
     "One layer: forward pass", "One layer: forward and backward", "Forward pass of whole models",
     "Training step: speed and memory", "Compared with the paper",
 )  # fmt: skip
-RUNS = ("0p5b_150m.jsonl", "0p5b_300m.jsonl")
+RUNS = DOCS / "results/0p5b_wide_150m.jsonl"
+ENDS = {  # {run in RUNS: (colour, marker)}; the first is the one that the others are compared with
+    "silu_5632": (DENSE, "o"), "silu_5632_float8": ("#4f8a4c", "o"), "silu_11264": ("#555555", "s"),
+    "l1_11264_4e-5": (OURS, "s"),
+}  # fmt: skip
 STYLE = {
     "font.size": 9, "font.family": "DejaVu Sans", "axes.titlesize": 9.5, "axes.labelsize": 9, "legend.fontsize": 8.5,
     "axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.7, "axes.edgecolor": "#555555",
@@ -75,9 +81,9 @@ def draw_gains(text: str) -> Figure:
     large = [row for row in forward[0] if row["tokens"] == "131,072"]
     whole, steps, paper = ({row["model"]: row for rows in each for row in rows if "model" in row} for each in of_models)
 
-    figure = plt.figure(figsize=(WIDTH, 8.5))
-    above = figure.add_gridspec(1, 1, left=0.06, right=0.985, top=0.965, bottom=0.686)
-    below = figure.add_gridspec(1, 4, left=0.06, right=0.985, top=0.566, bottom=0.397, wspace=0.12)
+    figure = plt.figure(figsize=(WIDTH, 9.5))
+    above = figure.add_gridspec(1, 1, left=0.06, right=0.985, top=0.969, bottom=0.719)
+    below = figure.add_gridspec(1, 4, left=0.06, right=0.985, top=0.612, bottom=0.460, wspace=0.12)
     _lines(
         figure.add_subplot(above[0]),
         layer_speed_ups(training[0], ("tile", "dense engine")),
@@ -95,81 +101,84 @@ def draw_gains(text: str) -> Figure:
         _bars(
             figure.add_subplot(below[column]), title, theirs, {m: 100 * gain for m, gain in ours.items()}, column == 0
         )
-    figure.text(0.06, 0.603, "Whole models: gain in %, ours and the paper's", fontsize=9.5, fontweight="bold")
+    figure.text(0.06, 0.645, "Whole models: gain in %, ours and the paper's", fontsize=9.5, fontweight="bold")
     figure.legend(
         [Rectangle((0, 0), 1, 1, color=OURS), Rectangle((0, 0), 1, 1, color=PAPER)],
         [
             "sparsellm: one GPU, against the same model in PyTorch",
             "the paper: 8 x H100 PCIe, against its own dense model",
         ],
-        loc="lower center", ncols=2, frameon=False, bbox_to_anchor=(0.52, 0.344), handlelength=1.2,
+        loc="lower center", ncols=2, frameon=False, bbox_to_anchor=(0.52, 0.413), handlelength=1.2,
     )  # fmt: skip
     figure.text(
-        0.52, 0.296,
+        0.52, 0.370,
         "Ours: on an H100, frozen at 36 to 38 active neurons per token (the paper: 24 to 39).\n"
         "Forward passes of 1B and 2B: by a second script, which finds 3 points more for 0.5B and 1.5B than the first.\n"
         "Hardware and baselines differ: each gain is over its own baseline. No bar: not measured, or not comparable.",
         ha="center", fontsize=8, color="#555555", linespacing=1.3,
     )  # fmt: skip
-    figure.text(
-        0.06, 0.262, "A ReLU + L1 run from its first step, with and without the kernels: 0.5B, 150M tokens, two H100s",
-        fontsize=9.5, fontweight="bold",
-    )  # fmt: skip
-    _run(figure, *map(_rows, RUNS))
+    _runs(figure, drawn_runs())
     return figure
 
 
 def checksum(text: str) -> str:
     """SHA-256 of all numbers drawn by draw_gains(text)."""
-    drawn = [tables(heading, text) for heading in TABLES] + [_rows(name) for name in RUNS]
+    drawn = [tables(heading, text) for heading in TABLES] + [run.rows for run in drawn_runs()]
     return hashlib.sha256(json.dumps(drawn).encode()).hexdigest()
 
 
-def _rows(name: str) -> dict[str, Rows]:
-    """{run's name: rows} for each run in a file in docs/results/."""
-    return {run["name"]: run["rows"] for run in map(json.loads, (DOCS / "results" / name).read_text().splitlines())}
+def drawn_runs() -> list[compare_ends.Run]:
+    """The runs of ENDS, in its order."""
+    runs = {run.name: run for run in compare_ends.read(RUNS)}
+    return [runs[name] for name in ENDS]
 
 
-def _faster(baseline: Rows, ours: Rows) -> float:
-    """Ratio of the times in which `baseline` and `ours` reach the lowest held-out loss that both runs reach."""
-    common = max(rows[-1]["val_ce"] for rows in (baseline, ours))
-    return seconds_to(baseline, common) / seconds_to(ours, common)
-
-
-def _run(figure: Figure, rows: dict[str, Rows], longer: dict[str, Rows]) -> None:
-    """Draw nonzeros, speed and loss for the same run with the kernels ("kernels") and in PyTorch ("torch"), both in
-    `rows`. `longer`: an L1 run and a dense SiLU run, whose times to the same loss are compared only in a text."""
-    grid = figure.add_gridspec(1, 3, left=0.06, right=0.985, top=0.217, bottom=0.055, wspace=0.24)
-    fires, speed, loss = (figure.add_subplot(cell) for cell in grid)
-    ours = rows["kernels"]
-    fires.plot([row["step"] for row in ours], [row["nnz_mean"] for row in ours], color=OURS, linewidth=1.8)
+def _runs(figure: Figure, runs: list[compare_ends.Run]) -> None:
+    """Draw held-out loss over time with large marks at the ends, nonzeros, and speed of `runs`. Text: what the last
+    run, which is sparse, gains and costs compared with each dense run."""
+    *dense, ours = runs
+    millions = ours.last["tokens"] / 1e6
+    figure.text(
+        0.06, 0.335, f"Whole runs, from the first step to the end: 0.5B, {millions:.0f}M tokens, one H100 each",
+        fontsize=9.5, fontweight="bold",
+    )  # fmt: skip
+    compared = "\n".join(f"ReLU + L1 {ours.compared(other)} of {other.label}." for other in dense)
+    figure.text(0.06, 0.284, compared, fontsize=8, linespacing=1.35)
+    grid = figure.add_gridspec(
+        1, 3, left=0.06, right=0.985, top=0.25, bottom=0.1, wspace=0.26, width_ratios=(1.7, 1, 1)
+    )
+    loss, fires, speed = (figure.add_subplot(cell) for cell in grid)
+    for run in runs:
+        color, marker = ENDS[run.name]
+        held_out = [row["val_ce"] for row in run.rows]
+        curve(loss, run.times, held_out, marker=marker, color=color, markersize=2.5, alpha=0.6, linewidth=1.2)
+        label = f"{run.label}: {run.loss:.3f} after {run.seconds:,.0f} s"
+        loss.plot(run.seconds, run.loss, marker, color=color, markersize=7, label=label, zorder=4, clip_on=False)
+        steps = [row["step"] for row in run.rows]
+        nonzeros = [row["nnz_mean"] if run.relu else run.width for row in run.rows]
+        thousands = [row["tokens_per_s"] / 1000 for row in run.rows]
+        width = 1.8 if run.relu else 1.2
+        fires.plot(steps, nonzeros, color=color, linewidth=width)
+        speed.plot(steps[1:], thousands[1:], color=color, linewidth=width)  # without the first step, which compiles
+    loss.set_title("held-out loss: compare only the ends (large)", fontsize=9, loc="left")
+    ends = [run.loss for run in runs]
+    loss.set_ylim(min(ends) - 0.04, max(ends) + 0.25)
+    loss.set_xlim(0.4 * min(run.seconds for run in runs), None)
+    loss.set_xlabel("seconds of steps")
+    plain(loss.xaxis)
+    figure.legend(*loss.get_legend_handles_labels(), loc="lower center", ncols=2, frameon=False, fontsize=8)
     fires.set_title("active neurons per token", fontsize=9, loc="left")
     fires.set_yscale("log")
-    fires.set_yticks((50, 200, 1000, 2816), ("50", "200", "1,000", "2,816"))
+    ticks = (100, 300, 1000, *sorted({run.width for run in runs}))
+    fires.set_yticks(ticks, [f"{tick:,}" for tick in ticks])
     fires.minorticks_off()
-    for name, color in (("torch", DENSE), ("kernels", OURS)):
-        of_run = rows[name][1:]  # the first step compiles
-        speed.plot([row["step"] for row in of_run], [row["tokens_per_s"] / 1000 for row in of_run], color=color)
-        minutes = [second / 60 for second in seconds(rows[name])]
-        curve(loss, minutes, [row["val_ce"] for row in rows[name]], "o-", color=color, markersize=2.5)
-    speed.set_title("thousand tokens per second", fontsize=9, loc="left")
-    speed.set_ylim(0, 470)
-    speed.text(1145, 445, "sparsellm", color=OURS, ha="right", fontweight="bold", fontsize=8.5)
-    speed.text(1145, 240, "the same model in PyTorch", color="#666666", ha="right", fontsize=8.5)
-    loss.set_title("held-out loss over minutes", fontsize=9, loc="left")
-    same, silu = _faster(rows["torch"], ours), _faster(longer["dense_silu"], longer["l1_2e-5"])
-    loss.text(
-        8.2, 4.7,
-        f"speed to the same loss:\n{same:.2f}x the same model\nin PyTorch; {silu:.2f}x a\nSiLU model (300M tokens)",
-        color=OURS, ha="right", fontsize=8, va="center",
-    )  # fmt: skip
+    speed.set_title("thousand tokens per second", fontsize=9, loc="left", x=-0.1)
+    speed.set_ylim(0, None)
     for axes in (fires, speed):
-        axes.set_xlim(0, 1200)
+        axes.set_xlim(0, ours.steps)
         axes.set_xticks((0, 500, 1000), ("0", "500", "1,000"))
         axes.set_xlabel("step")
-    loss.set_xlim(0, 8.5)
-    loss.set_xlabel("minutes of steps")
-    for axes in (fires, speed, loss):
+    for axes in (loss, fires, speed):
         axes.grid(axis="y")
 
 

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from scripts import draw_readme
-from sparsellm.config import EvaluateConfig, from_overrides, mistakes, sweep_request
+from sparsellm.config import EvaluateConfig, from_overrides, mistakes, sweep_request, to_dict
 from sparsellm.config.commands import COMMANDS
 from sparsellm.ops import backend, float8
 
@@ -80,7 +80,8 @@ def composed(command: Command) -> list[str]:
 )
 def test_a_command_in_the_documents_is_accepted(command, monkeypatch):
     monkeypatch.setattr(backend, "check", lambda _: None)  # the kernels that it demands need not run here
-    monkeypatch.setattr(float8, "missing", lambda: None)  # nor does torchao
+    for name in ("missing", "obstacle"):  # nor torchao, nor FP8
+        monkeypatch.setattr(float8, name, lambda: None)
     assert composed(command) == []
 
 
@@ -190,3 +191,36 @@ def test_the_pictures_follow_from_the_tables():
         assert f"step {step}: {nonzeros[step]:,.0f} of 5,632 active" in diagram
     with pytest.raises(ValueError, match="no section 'Elsewhere'"):
         draw_readme.table("Elsewhere", text)
+
+
+def test_the_runs_of_the_picture_follow_from_their_file(tmp_path, monkeypatch):
+    """Made-up runs of two steps: what is written of them is computed from the file."""
+    monkeypatch.setattr(draw_readme, "RUNS", tmp_path / "runs.jsonl")
+    text = (ROOT / "docs/RESULTS.md").read_text()
+
+    def written(loss):
+        """The checksum and all texts, if the sparse run ends at `loss`."""
+        lines = []
+        for name in draw_readme.ENDS:
+            relu, width = name.startswith("l1"), 11264 if "11264" in name else 5632
+            overrides = ["training.steps=2", f"model.intermediate_size={width}", *["sparsity=dense_silu"] * (not relu)]
+            rows = [
+                {
+                    "step": step, "tokens": step * 1_000_000, "val_ce": loss if relu else 3.0, "tokens_per_s": 1e6,
+                    "nnz_mean": 100.0 if relu else None, "mj_per_token": 4.0,
+                }
+                for step in (1, 2)
+            ]  # fmt: skip
+            lines.append({"name": name, "config": to_dict(from_overrides(overrides)), "rows": rows})
+        draw_readme.RUNS.write_text("".join(json.dumps(line) + "\n" for line in reversed(lines)))
+        figure = draw_readme.draw_gains(text)
+        draw_readme.plt.close(figure)
+        labels = [text.get_text() for legend in figure.legends for text in legend.get_texts()]
+        return draw_readme.checksum(text), "\n".join([*labels, *(text.get_text() for text in figure.texts)])
+
+    (first, lower), (second, higher) = written(2.95), written(3.01)
+    assert first != second
+    assert "2M tokens" in lower
+    assert "ReLU + L1 ends 0.050 nats lower in 1.00x the time" in lower
+    assert "ReLU + L1 ends 0.010 nats higher in 1.00x the time" in higher
+    assert "N 11,264: 2.950 after 2 s" in lower

@@ -4,6 +4,7 @@ import json
 import math
 import re
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import NamedTuple
@@ -333,9 +334,9 @@ def muon():
     runs = runs_of("mini_muon.jsonl")
     first = runs["silu_1408"]["rows"][-1]["val_ce"]
     for name in (
-        "silu_1408", "silu_1408_lr1e-3", "silu_1408_lr4e-3", "silu_5632", "silu_5632_lr1e-3",
+        "silu_1408", "silu_1408_lr1e-3", "silu_1408_lr4e-3", "silu_5632", "silu_5632_lr1e-3", "silu_11264",
         "relu_1408", "relu_2816", "relu_5632",
-        "l1_1408_2e-5", "l1_1408_4e-5", "l1_1408_8e-5", "l1_2816_8e-5", "l1_5632_4e-5", "l1_5632_6e-5",
+        "l1_1408_2e-5", "l1_1408_4e-5", "l1_1408_8e-5", "l1_2816_4e-5", "l1_2816_8e-5", "l1_5632_4e-5", "l1_5632_6e-5",
         "l1_5632_6e-5_redrawn", "l1_5632_6e-5_blended", "l1_5632_6e-5_warm_up", "l1_5632_6e-5_lr1e-3",
         "l1_5632_6e-5_lr4e-3",
         "silu_1408_muon", "silu_1408_muon_lr1e-3", "silu_1408_muon_lr4e-3", "l1_1408_8e-5_muon4",
@@ -380,6 +381,39 @@ def wide_at_0p5b():
             dead = sum(last["dead_per_layer"]) / (8 * width)
             found += [last["nnz_mean"], 100 * (1 - last["nnz_mean"] / width), 100 * dead]
         yield Cells([*found, seconds(rows)[-1], max(row["peak_memory_bytes"] for row in rows) / GIB])
+
+
+def wide_at_0p5b_150m():
+    """A column per run; the first is the SiLU run that the others are compared with."""
+    runs = list(runs_of("0p5b_wide_150m.jsonl").values())
+    rows = [run["rows"] for run in runs]
+    last = [each[-1] for each in rows]
+    widths = [run["config"]["model"]["intermediate_size"] for run in runs]
+    sizes = [parameters(ModelConfig(num_layers=8, intermediate_size=width)) for width in widths]
+    times = [seconds(each) for each in rows]
+    sparse = [i for i, row in enumerate(last) if row["nnz_mean"] is not None]
+    assert [run["config"]["sparsity"]["activation"] for run in runs].index("silu") == 0
+    yield Cells([size / 1e6 for size in sizes])
+    yield Cells([row["val_ce"] for row in last])
+    yield Cells([row["val_ce"] - last[0]["val_ce"] for row in last[1:]])
+    yield Cells([last[i]["nnz_mean"] for i in sparse])
+    yield Cells([100 * (1 - last[i]["nnz_mean"] / widths[i]) for i in sparse])
+    yield Cells([100 * sum(last[i]["dead_per_layer"]) / (8 * widths[i]) for i in sparse])
+    yield Cells([time[-1] for time in times])
+    yield Cells([time[-1] / times[0][-1] for time in times[1:]])
+    dense = [max((i for i, row in enumerate(each) if "dense" in row["plan_per_layer"]), default=-1) for each in rows]
+    yield Cells([times[i][dense[i]] if dense[i] >= 0 else 0 for i in sparse])
+    yield Cells([row["tokens_per_s"] for row in last])
+    yield Cells([max(row["peak_memory_bytes"] for row in each) / GIB for each in rows])
+    yield Cells([row["peak_memory_bytes"] / GIB for row in last])
+    spans = [[now["tokens"] - before["tokens"] for before, now in pairwise(each)] for each in rows]
+    energies = [
+        sum(row["mj_per_token"] * tokens for row, tokens in zip(each[1:], span, strict=True)) / 1e6
+        for each, span in zip(rows, spans, strict=True)
+    ]
+    yield Cells(energies)
+    yield Cells([each / energies[0] for each in energies[1:]])
+    yield Cells([14 * size / 1e9 for size in sizes])
 
 
 def wide_steps():
@@ -472,6 +506,13 @@ def training_with_float8():
             ])  # fmt: skip
 
 
+def speeds_of_silu_and_l1():
+    first, *others = file("0p5b_wide_speeds.json")["runs"]
+    yield Cells([first["tokens_per_s"], first["peak_bytes"] / GIB])
+    for run in others:
+        yield Cells([run["tokens_per_s"], run["tokens_per_s"] / first["tokens_per_s"], run["peak_bytes"] / GIB])
+
+
 def text_generation():
     """A column per prompt length and number of sequences."""
     rows = file("generate_128.json")["results"] + file("generate_1984.json")["results"]
@@ -546,6 +587,8 @@ def engine_choice():
 
 
 COMPARED = {
+    "RESULTS.md#the-loss-for-the-time-05b-150m-tokens": wide_at_0p5b_150m,
+    "RESULTS.md#the-loss-for-the-time-05b-150m-tokens 2": speeds_of_silu_and_l1,
     "RESULTS.md#a-whole-training-run-05b-on-two-h100s": a_whole_run,
     "RESULTS.md#l1-compared-with-relu-and-silu-300m-tokens": l1_relu_silu,
     "RESULTS.md#l1-compared-with-relu-and-silu-300m-tokens 2": benchmarks_of_l1_relu_silu,
