@@ -6,8 +6,9 @@ docs/TRAINING.md, "Micro-batch size and memory", describes how `auto` chooses a 
 the global batch, grows it once layers are sparse, and halves it when memory runs out. A step's gradients are sums over
 the tokens of the global batch (training/loop.py), so the size only changes rounding. Recomputation changes nothing.
 
-All ranks make the same decisions, because they use the same plans and the limits agreed on at the start. Only the
-forward and backward passes that check a size wait for the device. These passes leave no trace: gradients are cleared,
+All ranks make the same decisions, because they use the same plans and the limits agreed on at the start. Only two
+things wait for the device: the forward and backward passes that check a size, and the release of cached blocks, which
+follows a change of plans while memory is tight. The passes leave no trace: gradients are cleared,
 random states restored, and counts ignored. The size grows only once, so at most two sizes are compiled.
 
 Deterministic runs rely on the estimate alone and never increase the size. Sharded runs also rely on the estimate, but
@@ -41,7 +42,9 @@ RECORD = "micro_batch.json"  # in the run's folder, written when a run of severa
 CPU_SEQUENCES = 16  # largest size on a CPU
 MOST_TOKENS = 131_072  # maximum tokens per micro-batch; more was not measured, and should gain little
 SETTLED = 4  # a larger size must fit at this many plan decisions in a row (32 steps) before it is used
+WORTH = 0.01  # fraction of a step's time that a larger size must save: it compiles anew and needs more memory
 MARGIN = 0.02  # fraction of the estimated memory that is reserved for fragmentation
+TIGHT = 0.1  # if less than this fraction of the estimate is free after plans changed, cached blocks are released
 RECOMPUTING = 4 / 3  # time of a step that recomputes: two forward passes and a backward pass are 8 FLOP instead of 6
 # Each micro-batch also casts weights, adds gradients and communicates, which takes as long as computing this many
 # tokens. Solved from pairs of measured speeds: two sizes of 1.5B and of 2B, and the three values of runtime.shard for
@@ -115,6 +118,7 @@ class MicroBatch:
         self.tried: set[int] = set()  # sizes that have been compiled
         self.restored = False  # whether the size comes from a checkpoint
         self.teacher_bytes = 0  # memory of the teacher, in addition to the trained model's
+        self.decided_for: Sequence[Plan | None] = []  # the plans at the last decision
 
     @property
     def size(self) -> int:
@@ -251,6 +255,11 @@ class MicroBatch:
         """
         if self.capacity is None:
             return
+        if self.decided_for != (current := list(self._plans())):
+            self.decided_for = current
+            # Layers now save tensors of other sizes. Cached blocks of the old sizes may leave no room for them.
+            if self._needed(self.setting) * (1 + TIGHT) > self.capacity:
+                give_back()
         if self.grown is not None:
             setting = self._fastest(self.capacity, [self.first, self.grown])
             if setting != self.setting:
@@ -263,7 +272,8 @@ class MicroBatch:
         self.growing = Growing(setting, decisions)
         plans = [plan for plan in self._plans() if plan is not None]
         sparse = sum(plan.engine == Engine.tile for plan in plans)
-        if setting != self.setting and decisions >= SETTLED and 2 * sparse > len(plans):
+        worth = self._time(self.setting) >= (1 + WORTH) * self._time(setting)
+        if worth and decisions >= SETTLED and 2 * sparse > len(plans):
             self._grow(step, setting, tokens)
 
     def _grow(self, step: int, setting: Setting, tokens: Tensor) -> None:

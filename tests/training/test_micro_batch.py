@@ -14,7 +14,7 @@ from processes import torchrun
 from small_memory import OUT_OF_MEMORY, ROOMY, FakeGpu, become_sparse, sparse_layers_save_nothing
 from small_run import signal_after, small_trainer
 
-from sparsellm.config import from_overrides
+from sparsellm.config import Shard, from_overrides
 from sparsellm.config.groups import choices
 from sparsellm.runs import report
 from sparsellm.runs.metrics import METRICS, read
@@ -207,6 +207,32 @@ def test_a_growth_whose_real_passes_run_out_of_memory_is_not_taken_and_not_tried
     rows, _, tried = growing(tmp_path / "run", lambda step: step >= 4, most=lambda: 4)
     assert (sizes(rows), tried) == ([4] * 30, [4, 8])
     assert "step 9: micro-batch 8 was estimated to fit but ran out of memory; keeping 4" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("fast_decisions")
+def test_it_does_not_grow_for_less_than_a_hundredth_of_the_time(tmp_path, monkeypatch):
+    """Twice 64 tokens, if a micro-batch costs as much as c more tokens: c / 64 less c / 128, of 1 + c / 128."""
+    for tokens, grows in ((1.0, False), (1.6, True)):
+        monkeypatch.setitem(micro_batch.PER_MICRO_BATCH, Shard.none, tokens)
+        rows, _, _ = growing(tmp_path / str(tokens), lambda step: step >= 4)
+        assert sizes(rows) == ([4] * 8 + [8] * 22 if grows else [4] * 30)
+
+
+@pytest.mark.usefixtures("fast_decisions")
+def test_cached_blocks_are_released_when_plans_change_while_memory_is_tight(tmp_path, monkeypatch):
+    """Plans are new at the decision of step 3, and change at 6, 15 and 21. At 15, after growth to 8 sequences, layers
+    become dense again, for which 8 need more memory than there is."""
+    released = []
+    monkeypatch.setattr(micro_batch, "give_back", lambda: released.append(True))
+
+    def releases(tight):
+        released.clear()
+        monkeypatch.setattr(micro_batch, "TIGHT", tight)
+        growing(tmp_path / str(tight), lambda step: step >= 4 and not 15 <= step < 20)
+        return len(released)
+
+    others = releases(-1)  # those at the start and at growth
+    assert [releases(0) - others, releases(10) - others] == [1, 4]
 
 
 def out_of_memory_once(trainer, step, call):
