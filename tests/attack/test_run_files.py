@@ -20,6 +20,7 @@ from attack.seed import SEED, one
 from small_run import small_config, small_trainer
 
 from sparsellm.config import definition, load, save
+from sparsellm.runs import committed as commits
 from sparsellm.runs import folder as run_folder
 from sparsellm.runs import report
 from sparsellm.runs.checkpoint import CheckpointError
@@ -120,8 +121,14 @@ def test_every_byte_of_the_rows(run):
     attack(path, holds, cut)
 
 
+@pytest.fixture
+def one_hash_thread(monkeypatch):
+    """Of thousands of searches for an intact checkpoint of small files, most time would go into starting threads."""
+    monkeypatch.setattr(commits, "HASH_THREADS", 1)
+
+
 @pytest.mark.slow
-def test_every_byte_of_the_commit(run):
+def test_every_byte_of_the_commit(run, one_hash_thread):
     config, folder = run
     committed = run_folder.checkpoint(folder, STEPS) / COMMITTED
 
@@ -142,7 +149,7 @@ def test_every_byte_of_the_commit(run):
 
 @pytest.mark.parametrize("name", ["values.json", "rank_00000.json", ".metadata"])
 @pytest.mark.slow
-def test_every_byte_of_the_small_files_of_a_checkpoint(run, name):
+def test_every_byte_of_the_small_files_of_a_checkpoint(run, one_hash_thread, name):
     _, folder = run
     path = run_folder.checkpoint(folder, STEPS) / STATE / name
     stride = path.stat().st_size // 300 + 1
