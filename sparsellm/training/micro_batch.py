@@ -225,6 +225,10 @@ class MicroBatch:
         tokens = setting.size * self.memory.sequence_length
         return (RECOMPUTING if setting.recompute else 1) + PER_MICRO_BATCH[shard] / tokens
 
+    def _worth(self, setting: Setting) -> bool:
+        """Whether `setting` is estimated to save WORTH of the time of the current setting."""
+        return self._time(self.setting) >= (1 + WORTH) * self._time(setting)
+
     def _fastest(self, available: int, settings: list[Setting]) -> Setting:
         """The fastest of `settings` whose estimate plus MARGIN is at most `available` bytes, or the first of them."""
         fitting = [setting for setting in settings if self._needed(setting) * (1 + MARGIN) <= available]
@@ -272,8 +276,7 @@ class MicroBatch:
         self.growing = Growing(setting, decisions)
         plans = [plan for plan in self._plans() if plan is not None]
         sparse = sum(plan.engine == Engine.tile for plan in plans)
-        worth = self._time(self.setting) >= (1 + WORTH) * self._time(setting)
-        if worth and decisions >= SETTLED and 2 * sparse > len(plans):
+        if self._worth(setting) and decisions >= SETTLED and 2 * sparse > len(plans):
             self._grow(step, setting, tokens)
 
     def _grow(self, step: int, setting: Setting, tokens: Tensor) -> None:

@@ -152,15 +152,18 @@ def test_float8_saves_the_copies_of_weights_and_never_needs_more_in_compiled_lay
     assert setting.endswith("false") or every < attention
 
 
-def chosen(overrides, ranks, engine):
+def chosen(overrides, ranks, engine, first=None):
     """The setting that `auto` chooses on GPUs of 80 GB, of which tensors get 76 GiB, and its GiB. All layers are
-    `engine`; None: PyTorch."""
+    `engine`; None: PyTorch. `first`: the setting until then; None: at the start of a run."""
     config = from_overrides(overrides)
     model, shard, plan = config.model, config.runtime.shard, None if engine is None else Plan.of(engine)
     shared = sharding.sharing(model, shard, SimpleNamespace(world_size=ranks))
     plans = SimpleNamespace(plans=[plan] * model.num_layers)
     found = MicroBatch(step_memory(config, ranks, shared), None, None, None, plans, SimpleNamespace(), None, None)
     setting = found._fastest(76 * GIB, found._settings())
+    if first is not None:
+        found.setting = first
+        setting = setting if found._worth(setting) else first
     return setting, found.usage(setting).total / GIB
 
 
@@ -186,7 +189,8 @@ def test_the_tables_of_micro_batches_follow_from_the_arithmetic():
     rows = re.findall(r"^\| `(\w+)` \|.*\| (\d+), (\d+) GiB(?:, sharded)? \| (\d+), (\d+) GiB \|", documents, re.M)
     assert [name for name, *_ in rows] == [*SIZES, "7b", *(f"{size}_wide" for size in SIZES)]
     for name, *said in rows:
-        found = [chosen([f"experiment={name}"], 8, engine) for engine in ("dense", "tile")]
+        first = chosen([f"experiment={name}"], 8, "dense")
+        found = first, chosen([f"experiment={name}"], 8, "tile", first[0])
         assert not any(setting.recompute for setting, _ in found)
         numbers = [number for setting, gib in found for number in (setting.size, gib)]
         assert [int(number) for number in said] == pytest.approx(numbers, abs=0.7), name
