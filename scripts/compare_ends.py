@@ -30,13 +30,13 @@ from matplotlib.figure import Figure
 from scripts import evidence_report
 from scripts.benchmarks.harness import cell
 from scripts.compare_runs import checksum, curve, seconds, spans
-from sparsellm.config import ModelConfig, parameters
+from sparsellm.config import ModelConfig, Precision, parameters
 from sparsellm.config.values import build
 from sparsellm.figures import BLUE, GREEN, GREY, ORANGE, STYLE, legend_below, plain, saved
+from sparsellm.runs.folder import checkpoint_bytes
 from sparsellm.sweep.figure import spelled
 
 GIB = 2**30
-CHECKPOINT = 14  # bytes per parameter: 12 of state/ (weights and AdamW's moments, float32), 2 of hf/ (bfloat16)
 MARKERS = "os^Dv"  # of widths, ascending
 NEAR = 0.15  # fraction of the range of losses within which the names of two ends would overlap
 LARGE, SMALL = 9, 3  # marker sizes: of an end, and of a validation in mid-schedule
@@ -50,7 +50,10 @@ class Run:
         self.last, self.steps = self.rows[-1], config["training"]["steps"]
         self.width: int = config["model"]["intermediate_size"]
         self.neurons = self.width * config["model"]["num_layers"]
-        self.parameters = parameters(build(ModelConfig, config["model"]))
+        model = build(ModelConfig, config["model"])
+        self.parameters = parameters(model)
+        hf_dtype = Precision[config["run"]["hf_dtype"] or config["runtime"]["precision"]]
+        self.checkpoint_bytes = checkpoint_bytes(model, config["optimizer"]["muon"], hf_dtype)
         self.relu = config["sparsity"]["activation"] == "relu"
         coefficient = config["sparsity"]["l1_coefficient"]
         self.kind = ("ReLU" + f" + L1 {spelled(coefficient)}" * bool(coefficient)) if self.relu else "SiLU"
@@ -129,7 +132,7 @@ def table(runs: list[Run]) -> str:
         "memory at the end, GiB": [f"{run.last['peak_memory_bytes'] / GIB:.1f}" for run in runs],
         "energy, kJ": [cell(run.kilojoules, ",.0f") for run in runs],
         f"energy, ratio to {base.label}": ["" if run is base else cell(energy(run, base), ".2f") for run in runs],
-        "checkpoint, GB": [f"{CHECKPOINT * run.parameters / 1e9:.1f}" for run in runs],
+        "checkpoint, GB": [f"{run.checkpoint_bytes / 1e9:.1f}" for run in runs],
     }
     return evidence_report.table(
         [{"": name} | {run.label: text for run, text in zip(runs, texts, strict=True)} for name, texts in rows.items()]

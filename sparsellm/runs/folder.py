@@ -160,6 +160,12 @@ def view(run: RunConfig, steps: int) -> str:
     return f"{'a finished' if is_finished(run, steps) else 'an unfinished'} run in {run.folder}"
 
 
+def checkpoint_bytes(model: ModelConfig, muon: bool, hf_dtype: Precision) -> int:
+    """Bytes of a checkpoint: float32 weights and the optimizer's moments in state/, weights of `hf_dtype` in hf/."""
+    count = parameters(model)
+    return (count + moments(model, muon)) * FLOAT32 + count * DTYPES[hf_dtype].itemsize
+
+
 def room_mistakes(
     run: RunConfig,
     hf_dtype: Precision,
@@ -170,8 +176,7 @@ def room_mistakes(
 ) -> list[str]:
     """Error messages if the disk lacks space for the run's checkpoints: those kept plus a new one."""
     folder = run.folder
-    count = parameters(model)
-    size = (count + moments(model, optimizer.muon)) * FLOAT32 + count * DTYPES[hf_dtype].itemsize  # state/ and hf/
+    size = checkpoint_bytes(model, optimizer.muon, hf_dtype)
     steps = [] if run.restart else saved_steps(folder)
     with suppress(ConfigError):  # `mistakes` reports a damaged config.yaml
         if (begun := begun_as(run)) is not None:

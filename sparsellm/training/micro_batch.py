@@ -7,9 +7,9 @@ the global batch, grows it once layers are sparse, and halves it when memory run
 the tokens of the global batch (training/loop.py), so the size only changes rounding. Recomputation changes nothing.
 
 All ranks make the same decisions, because they use the same plans and the limits agreed on at the start. Only two
-things wait for the device: the forward and backward passes that check a size, and the release of cached blocks, which
-follows a change of plans while memory is tight. The passes leave no trace: gradients are cleared,
-random states restored, and counts ignored. The size grows only once, so at most two sizes are compiled.
+things wait for the device: the forward and backward passes that check a size, and the release of cached blocks after
+plans changed while memory is tight. The passes leave no trace: gradients are cleared, random states restored, and
+counts ignored. The size grows only once, so at most two sizes are compiled.
 
 Deterministic runs rely on the estimate alone and never increase the size. Sharded runs also rely on the estimate, but
 may increase the size: a check would contain collectives, which a rank that runs out of memory would never reach. On a

@@ -6,10 +6,10 @@ import os
 import kernel_cases as cases
 import pytest
 import torch
-from kernel_cases import DEVICE, GATED, assert_as_accurate, assert_equal, check_statistics, no_waiting
+from kernel_cases import DEVICE, GATED, assert_as_accurate, assert_equal, check_statistics
 from small_run import small_trainer
 from test_gradients import DL1, small, stepwise
-from test_training import PLANNED, alternate, tensors
+from test_training import PLANNED, engines_of_changing_plans, tensors
 from torch.utils.checkpoint import checkpoint
 
 from sparsellm.ops import Engine, Plan, borders, cuda, feedforward, float8, reference, twell
@@ -161,19 +161,7 @@ def torchao():
 @pytest.mark.usefixtures("torchao")
 @pytest.mark.parametrize("recompute", ["false", "true"])
 def test_plans_change_without_compiling_or_waiting(recompute, tmp_path, monkeypatch):
-    alternate(monkeypatch)
-    with small_trainer(tmp_path / "run", *FLOAT8, f"runtime.recompute={recompute}") as trainer:
-        batches, seen = trainer.data.batches(None), []
-        trainer._reduce(*trainer.advance(batches), stop=False).read()
-        compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        with no_waiting():
-            for _ in range(11):
-                report = trainer._reduce(*trainer.advance(batches), stop=False)
-                seen.append(report.known["plan_per_layer"])
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled > 0
-        assert report.read().ce > 0
-    assert seen[1] == ["tile"] * 2  # step 3
-    assert len({str(engines) for engines in seen}) > 2
+    engines_of_changing_plans(tmp_path / "run", monkeypatch, *FLOAT8, f"runtime.recompute={recompute}")
 
 
 SPARSE = [
