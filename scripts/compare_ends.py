@@ -211,11 +211,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--other-host", nargs="+", default=[], metavar="NAME", help="runs timed on another host")
     parser.add_argument("--output", type=Path, required=True, help="the PNG to write")
     args = parser.parse_args(arguments)
-    runs = read(args.runs)
     try:
+        runs = read(args.runs)
         text = f"{table(runs)}\n\n{pairs(runs)}"
-    except ValueError as error:
-        parser.error(str(error))
+    except (OSError, ValueError) as error:  # a line that is no JSON is a ValueError
+        parser.error(f"{args.runs}: {error}")
     source = checksum({run.name: run.rows for run in runs})
     args.output.write_bytes(saved(draw(runs, args.other_host), Source=source))
     print(text)

@@ -94,6 +94,24 @@ def test_a_run_without_its_end_is_refused(tmp_path, capsys):
     assert not (tmp_path / "ends.png").exists()
 
 
+def test_a_file_that_cannot_be_read_is_named(tmp_path, capsys):
+    path = tmp_path / "runs.jsonl"
+    for message in ("No such file", "Expecting"):
+        with pytest.raises(SystemExit):
+            compare_ends.main([str(path), f"--output={tmp_path}/ends.png"])
+        said = capsys.readouterr().err
+        assert f"{path}: " in said
+        assert message in said
+        path.write_text('{"name": 1\n')
+
+
+def test_of_two_close_ends_the_higher_is_named_above_the_lower_below(tmp_path):
+    runs = compare_ends.read(written(tmp_path / "runs.jsonl", lines()))  # ends at 3.00, 3.01 and 2.95
+    runs[1].rows[-1]["val_ce"] = 3.001
+    ends = compare_ends.draw(runs, []).axes[1]
+    assert [text.get_va() for text in ends.texts[:3]] == ["top", "bottom", "center"]
+
+
 def test_the_command_draws_ends_large_and_runs_of_another_host_hollow(tmp_path, capsys):
     path = written(tmp_path / "runs.jsonl", lines())
     compare_ends.main([str(path), "--output", str(tmp_path / "ends.png"), "--other-host", "fp8"])
