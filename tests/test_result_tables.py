@@ -42,7 +42,6 @@ FEW_TOKENS = ("sparse", "layer1", "layer4", "layer7")  # the patterns in tables 
 WITHOUT_A_FILE = {
     "RESULTS.md#training-in-80-gb-the-largest-micro-batch 2",
     "RESULTS.md#sharded-training-fsdp2 2",
-    "RESULTS.md#generate-of-transformers",
     "RESULTS.md#evaluation-speed-compared-with-lm-eval",
 }
 # Files from before benchmarks recorded their command, machine, date, commit and versions. Never add one.
@@ -455,18 +454,24 @@ def float8_quality():
         yield Cells(values)
 
 
-def generation_in_float8():
-    """A row per quantity, a column per number of sequences."""
-    found = {(row["model"], row["batch"]): row for row in file("generate_float8.json")["results"]}
-    ours, rival = "accelerated, FP8", "accelerated"
-    for key, *models in (
-        ("first_ms", rival, ours), ("each_ms", "dense", "dense, FP8", rival, ours), ("each_ms", (rival, ours)),
-        ("tokens_per_s", rival, ours, (ours, rival)), ("mj_per_token", (ours, rival)),
-    ):  # fmt: skip
+def generation(name, ours, *quantities):
+    """A row per quantity, a column per number of sequences; a pair of models is the ratio of the first to the second.
+    The last row: the share of memory bandwidth of the model `ours`."""
+    found = {(row["model"], row["batch"]): row for row in file(name)["results"]}
+    for key, *models in quantities:
         for model in models:
             above, *below = model if isinstance(model, tuple) else (model,)
             yield Cells([found[above, n][key] / math.prod(found[m, n][key] for m in below) for n in (1, 16, 64)])
     yield Cells([100 * found[ours, n]["of_peak"] for n in (1, 16, 64)])
+
+
+def generation_in_float8():
+    ours, rival = "accelerated, FP8", "accelerated"
+    return generation(
+        "generate_float8.json", ours, ("first_ms", rival, ours),
+        ("each_ms", "dense", "dense, FP8", rival, ours, (rival, ours)),
+        ("tokens_per_s", rival, ours, (ours, rival)), ("mj_per_token", (ours, rival)),
+    )  # fmt: skip
 
 
 def training_steps(*names, peaks=False):
@@ -525,6 +530,25 @@ def text_generation():
     yield Cells([fast["tokens_per_s"] / dense["tokens_per_s"] for dense, fast in cases])
     yield Cells([fast["mj_per_token"] / dense["mj_per_token"] for dense, fast in cases])
     yield Cells([100 * fast["of_peak"] for _, fast in cases])
+
+
+def wide_text_generation():
+    dense, ours = "dense", "accelerated"
+    return generation(
+        "generate_wide.json", ours, ("first_ms", dense, ours),
+        ("each_ms", dense, ours, "accelerated, FP8", (dense, ours)),
+        ("tokens_per_s", (ours, dense)), ("mj_per_token", (ours, dense)),
+    )  # fmt: skip
+
+
+def generate_of_transformers():
+    """A row per mode; dense, accelerated and their ratio for each number of sequences and prompt length."""
+    rows = [row for name in ("128", "1984") for row in file(f"generate_transformers_{name}.json")["results"]]
+    speeds = {(row["mode"], row["context"], row["batch"], row["model"]): row["tokens_per_s"] for row in rows}
+    cases = [(128, 1), (128, 16), (128, 64), (1984, 1), (1984, 16)]
+    for mode in ("static", "eager"):
+        pairs = [[speeds[mode, *case, model] for model in ("dense", "accelerated")] for case in cases]
+        yield Cells([value for dense, fast in pairs for value in (dense, fast, fast / dense)])
 
 
 def dense_training():
@@ -617,6 +641,8 @@ COMPARED = {
     "RESULTS.md#training-steps-with-fp8": training_with_float8,
     "RESULTS.md#sharded-training-fsdp2": sharded,
     "RESULTS.md#text-generation-tokens-per-second": text_generation,
+    "RESULTS.md#text-generation-tokens-per-second 2": wide_text_generation,
+    "RESULTS.md#generate-of-transformers": generate_of_transformers,
     "RESULTS.md#one-layer-forward-pass":
         partial(one_layer, "layer_forward.json", ("nonzeros", "dense ms", "gate_pack", "row", "tile", "dense")),
     "RESULTS.md#one-layer-forward-and-backward":

@@ -15,7 +15,7 @@ import sparsellm
 from sparsellm.config import Activation, ModelConfig
 from sparsellm.inference.engine_choice import EngineChoice
 from sparsellm.model import Decoder
-from sparsellm.ops import ENGINES, Plan, borders, feedforward
+from sparsellm.ops import ENGINES, Plan, borders, cuda, feedforward
 from sparsellm.ops.feedforward import forward
 from sparsellm.policy import Policy
 
@@ -319,7 +319,7 @@ def test_without_statistics_the_dense_engine_gives_the_same_y(m, gated):
         y, *_ = forward(*inputs)
         without, l1, fired, counts, _ = forward(*inputs, counting=False)
     assert_equal(without, y, f"M {m}")
-    assert [t.numel() for t in (l1, fired, counts)] == ([1, 1000, 4] if borders.fuses(m) else [0, 0, 0])
+    assert [t.numel() for t in (l1, fired, counts)] == ([1, 1000, cuda.COUNTS] if borders.fuses(m) else [0, 0, 0])
 
 
 @GATED
