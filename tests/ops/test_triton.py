@@ -93,11 +93,12 @@ def test_kernels_of_decoding_compile_within_the_limits_of_the_gpu(gpu, tmp_path,
         ]
         assert len(launches) == 43
     if gpu == ("cuda", 90):
-        launches += [*of_float8_decoding(2048, 5632), *of_float8_decoding(5632, 2048), *of_float8_decoding(11264, 2048)]
+        launches += of_float8_decoding(2048, 5632)
+        long_rows = [*of_float8_decoding(5632, 2048), *of_float8_decoding(11264, 2048)]
+        launches += [launch for launch in long_rows if launch.kernel == "matrix_vector"]
     for launch, assembly in within_limits(launches, gpu):
         if gpu[0] == "cuda":
-            copies = re.findall(r"cp\.async\.c[ag]\.shared\.global \[.*?\], \[.*?\], (\w+)", assembly)
-            assert "v4.b32" in assembly or "0x10" in copies, f"{launch}: not 16 bytes are read at once"
+            assert "v4.b32" in assembly, f"{launch}: not 16 bytes are read at once"
         if gpu[0] == "cuda" and launch.kernel == "attend":
             assert "cp.async" in assembly, f"{launch}: nothing is pipelined"
 
