@@ -21,6 +21,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: -slow[item.path])
 
 
+@pytest.fixture(autouse=True)
+def _runs_do_not_draw(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.node.get_closest_marker("draws") is None:
+        from pictures import pixel
+
+        monkeypatch.setattr("sparsellm.runs.curves.saved", pixel)
+
+
 def pytest_collection_finish() -> None:
     """From now on, garbage is collected again, but not sought among what the collected tests and their imports are."""
     gc.freeze()

@@ -25,6 +25,7 @@ from pathlib import Path
 import psutil
 import torch
 import torch.distributed as dist
+from pictures import pixel
 
 from sparsellm import cli
 from sparsellm.distributed.groups import Ranks
@@ -122,7 +123,7 @@ def started(
     errors: Path | None = None,
 ) -> None:
     """Be the process that `command`, ["-m", MODULE, ARGUMENT...], starts in `folder`, with what it says in `output`, or
-    in `output` and `errors`.
+    in `output` and `errors`, except that it does not draw.
 
     `prepare(name)` is called in it, and in each process under it, before its command: name is "0" of the first one, and
     "0.1", "0.2", ... of those that it starts.
@@ -131,6 +132,9 @@ def started(
     for number, path in ((1, output), (2, errors or output)):
         with path.open("ab", buffering=0) as said:
             os.dup2(said.fileno(), number)
+    from sparsellm.runs import curves  # imported by the fork server
+
+    curves.saved = pixel
     _run(command, "0", prepare)
 
 

@@ -108,7 +108,7 @@ def test_every_byte_of_the_rows(run):
             return False
         if found.rows:
             report.summary(config.model, config.sparsity, config.data.mix_names, found.rows, folder)
-        if position % 997 == 0:  # draws pictures, which takes long
+        if position % 997 == 0:  # finishing a run takes long
             with redirect_stderr(StringIO()):
                 assert "is damaged" in report.finish(config, folder)
         try:

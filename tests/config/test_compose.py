@@ -211,8 +211,8 @@ def test_a_tilde_is_the_home_folder(monkeypatch):
 def test_a_choice_that_is_typed_sets_every_value_of_its_file(experiment):
     """Each command line types one choice of every group that still has one."""
     every = {group: choices(group) for group in groups() if group != "experiment"}
-    if experiment != "smoke":  # one experiment is enough for shapes without an experiment
-        every["model"] = [choice for choice in every["model"] if choice in SIZES]
+    if experiment != "smoke":  # all shapes set the same keys, so one experiment types all of them
+        every["model"] = [choice for choice in every["model"] if choice in SIZES][:3]
     for typed in zip_longest(*every.values()):
         chosen = [(group, choice) for group, choice in zip(every, typed, strict=True) if choice is not None]
         overrides = [f"{group}={choice}" for group, choice in chosen]

@@ -9,6 +9,8 @@ from sparsellm.figures import STYLE
 from sparsellm.runs import curves
 from sparsellm.runs.layout import LOSS_PLOT
 
+pytestmark = pytest.mark.draws
+
 
 def rows(layers, steps, relu=True):
     """Every tenth step of a run; loss and nonzeros fall, and from step 100 on neurons are dead."""
