@@ -57,8 +57,11 @@ def _wide_cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     log_normalizer = wide.logsumexp(-1, keepdim=True)
     loss = (log_normalizer - wide.gather(-1, targets[:, None])).sum()
-    is_target = torch.arange(logits.shape[-1], device=logits.device) == targets[:, None]
-    return loss, (wide - log_normalizer).exp() - is_target.to(wide.dtype)
+    gradient = (wide - log_normalizer).exp_()
+    if torch.compiler.is_compiling():  # one pass; the same bits as below
+        is_target = torch.arange(logits.shape[-1], device=logits.device) == targets[:, None]
+        return loss, gradient - is_target.to(wide.dtype)
+    return loss, gradient.scatter_(-1, targets[:, None], gradient.gather(-1, targets[:, None]) - 1)
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, kernel: SoftmaxCrossEntropy) -> Tensor:

@@ -23,6 +23,7 @@ from sparsellm.runs import folder as run_folder
 from sparsellm.runs import layout, metrics, report
 from sparsellm.system.console import is_main_rank, warn
 from sparsellm.system.errors import SparsellmError
+from sparsellm.system.host_memory import keep_freed_memory
 from sparsellm.training import distillation, warm_start
 
 
@@ -147,6 +148,8 @@ def run(config: Config) -> Run:
 
     failed: Exception | None = None
     with determinism(config.runtime.deterministic), process_group(device_type(config.runtime)) as ranks:
+        if ranks.device.type == "cpu":
+            keep_freed_memory()
         try:
             # All checks come before the run's folder is made, so that a refused run leaves nothing behind.
             evaluation = live.load(config.evaluation, config.model, config.sparsity.activation, config.runtime, ranks)
