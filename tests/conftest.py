@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from pictures import do_not_draw
 
 _paths = [str(Path(__file__).parents[1]), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
 os.environ["PYTHONPATH"] = os.pathsep.join(str(Path(path).resolve()) for path in _paths)
@@ -24,9 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _runs_do_not_draw(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.node.get_closest_marker("draws") is None:
-        from pictures import pixel
-
-        monkeypatch.setattr("sparsellm.runs.curves.saved", pixel)
+        do_not_draw(monkeypatch.setattr)
 
 
 def pytest_collection_finish() -> None:

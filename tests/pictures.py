@@ -1,24 +1,19 @@
 """Tests of runs do not draw their plots: a plot takes a third of a second, and a run has three or four. Tests of plots
 are marked `draws`."""
 
-import struct
-import zlib
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
-from matplotlib.figure import Figure
+PIXEL = bytes.fromhex(  # a PNG of one black pixel
+    "89504e470d0a1a0a0000000d49484452000000010000000108000000003a7e9b550"
+    "000000a49444154789c636000000002000148afa4710000000049454e44ae426082"
+)
 
 
-def _chunk(kind: bytes, content: bytes) -> bytes:
-    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+def do_not_draw(set_attribute: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Make runs of this process write PIXEL for each plot. Without matplotlib, they draw nothing anyway."""
+    with suppress(ImportError):
+        from sparsellm.runs import curves
 
-
-PIXEL = b"\x89PNG\r\n\x1a\n" + b"".join(
-    [_chunk(b"IHDR", struct.pack(">IIBBBBB", 1, 1, 8, 0, 0, 0, 0)), _chunk(b"IDAT", zlib.compress(b"\0\0")),
-     _chunk(b"IEND", b"")]
-)  # fmt: skip
-
-
-def pixel(_figure: Figure, kind: str = "png", **_metadata: Any) -> bytes:
-    """In place of sparsellm.figures.saved: a PNG of one pixel."""
-    assert kind == "png"
-    return PIXEL
+        set_attribute(curves, "saved", lambda _figure: PIXEL)
