@@ -382,22 +382,26 @@ def wide_at_0p5b():
         yield Cells([*found, seconds(rows)[-1], max(row["peak_memory_bytes"] for row in rows) / GIB])
 
 
-def wide_at_0p5b_150m():
-    """A column per run; the first is the SiLU run that the others are compared with."""
-    runs = list(runs_of("0p5b_wide_150m.jsonl").values())
+def loss_for_the_time(name, lengths=False):
+    """A column per run; the first is the SiLU run that the others are compared with. With `lengths`, steps and tokens
+    have a row."""
+    runs = list(runs_of(name).values())
     rows = [run["rows"] for run in runs]
     last = [each[-1] for each in rows]
     widths = [run["config"]["model"]["intermediate_size"] for run in runs]
-    sizes = [parameters(ModelConfig(num_layers=8, intermediate_size=width)) for width in widths]
+    (layers,) = {run["config"]["model"]["num_layers"] for run in runs}
+    sizes = [parameters(ModelConfig(num_layers=layers, intermediate_size=width)) for width in widths]
     times = [seconds(each) for each in rows]
     sparse = [i for i, row in enumerate(last) if row["nnz_mean"] is not None]
     assert [run["config"]["sparsity"]["activation"] for run in runs].index("silu") == 0
     yield Cells([size / 1e6 for size in sizes])
+    if lengths:
+        yield Cells([value for row in last for value in (row["step"], row["tokens"] / 1e6)])
     yield Cells([row["val_ce"] for row in last])
     yield Cells([row["val_ce"] - last[0]["val_ce"] for row in last[1:]])
     yield Cells([last[i]["nnz_mean"] for i in sparse])
     yield Cells([100 * (1 - last[i]["nnz_mean"] / widths[i]) for i in sparse])
-    yield Cells([100 * sum(last[i]["dead_per_layer"]) / (8 * widths[i]) for i in sparse])
+    yield Cells([100 * sum(last[i]["dead_per_layer"]) / (layers * widths[i]) for i in sparse])
     yield Cells([time[-1] for time in times])
     yield Cells([time[-1] / times[0][-1] for time in times[1:]])
     dense = [max((i for i, row in enumerate(each) if "dense" in row["plan_per_layer"]), default=-1) for each in rows]
@@ -511,11 +515,22 @@ def training_with_float8():
             ])  # fmt: skip
 
 
-def speeds_of_silu_and_l1():
-    first, *others = file("0p5b_wide_speeds.json")["runs"]
+def speeds(name):
+    first, *others = file(name)["runs"]
     yield Cells([first["tokens_per_s"], first["peak_bytes"] / GIB])
     for run in others:
         yield Cells([run["tokens_per_s"], run["tokens_per_s"] / first["tokens_per_s"], run["peak_bytes"] / GIB])
+
+
+def first_steps():
+    """A row per step of one run, whose number is the row's label."""
+    (run,) = runs_of("1p5b_wide_start.jsonl").values()
+    rows = {str(row["step"]): row for row in run["rows"]}
+    for step in map(str, (1, 2, 8, 16, 24, 32)):
+        row = rows[step]
+        found = [row["tokens"] / 1e6, row["ce"], row["nnz_mean"], row["tokens_per_s"], row["micro_batch_size"]]
+        energy = [] if row["mj_per_token"] is None else [row["mj_per_token"]]
+        yield Cells([*found, row["peak_memory_bytes"] / GIB, *energy], label=step)
 
 
 def text_generation():
@@ -611,8 +626,11 @@ def engine_choice():
 
 
 COMPARED = {
-    "RESULTS.md#the-loss-for-the-time-05b-150m-tokens": wide_at_0p5b_150m,
-    "RESULTS.md#the-loss-for-the-time-05b-150m-tokens 2": speeds_of_silu_and_l1,
+    "RESULTS.md#the-loss-for-the-time-05b-150m-tokens": partial(loss_for_the_time, "0p5b_wide_150m.jsonl"),
+    "RESULTS.md#the-loss-for-the-time-05b-150m-tokens 2": partial(speeds, "0p5b_wide_speeds.json"),
+    "RESULTS.md#the-loss-for-the-time-15b-twelve-minutes": partial(loss_for_the_time, "1p5b_short.jsonl", lengths=True),
+    "RESULTS.md#the-loss-for-the-time-15b-twelve-minutes 2": partial(speeds, "1p5b_silu_speeds.json"),
+    "RESULTS.md#the-first-nine-minutes-of-1p5b_wide": first_steps,
     "RESULTS.md#a-whole-training-run-05b-on-two-h100s": a_whole_run,
     "RESULTS.md#l1-compared-with-relu-and-silu-300m-tokens": l1_relu_silu,
     "RESULTS.md#l1-compared-with-relu-and-silu-300m-tokens 2": benchmarks_of_l1_relu_silu,
