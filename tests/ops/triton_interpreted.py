@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from triton.language import core
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "gpu"), str(Path(__file__).parents[1])]
@@ -33,15 +34,19 @@ from sparsellm.ops.triton import clusters, engines, plan, tuning
 cases.DEVICE = "cpu"
 DL1 = 0.5
 DTYPES = (torch.float32, torch.float16)
-# Without the patterns that are equal at 264 neurons.
-PATTERNS = [p for p in cases.PATTERNS if p not in ("synthetic300", "synthetic900", "synthetic5632")]
+# Without the patterns that are equal at 264 neurons ("256 of a tile" is "all"), or that fill words of the packed gate,
+# which these kernels do not have, by one more or less.
+LEFT_OUT = ("synthetic300", "synthetic900", "synthetic5632", "256 of a tile", "one free slot", "one too many")
+PATTERNS = [p for p in cases.PATTERNS if p not in LEFT_OUT]
+assert len(PATTERNS) == len(cases.PATTERNS) - len(LEFT_OUT)
 assert plan.triton.knobs.runtime.interpret
 
 
 def spare_the_interpreter() -> None:
     """Leave out what it does in vain, which is most of its time: with each operation it computes whether integers
-    overflow, and discards the answer unless `debug`; with each call it replaces the language's functions again; with
-    each result it makes a table of types, and checks and names the result's shape again."""
+    overflow, and discards the answer unless `debug`; with each call it replaces the language's functions again, by ones
+    that look through their arguments twice; with each result it makes a table of types, and checks and names the
+    result's shape and the size of its numbers again; and it compares shapes, number by number, even if both are one."""
     interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
     patch, patched = interpreter._patch_lang, set()
 
@@ -52,6 +57,19 @@ def spare_the_interpreter() -> None:
         return interpreter._LangPatchScope()  # with nothing to restore
 
     interpreter._patch_lang = patch_once
+    checked = core.builtin(patch_once).__code__  # of a function that checks that it is given `_semantic`
+
+    def patch_attribute(owner, name, member, _builder, _scope):
+        function = member.__wrapped__ if member.__code__ is checked else member
+
+        def called(*given, **named):
+            named["_semantic"] = interpreter.interpreter_semantic
+            return function(*given, **named)
+
+        setattr(owner, name, called)
+
+    interpreter._patch_attr = patch_attribute
+    interpreter.TensorHandle.__post_init__ = lambda self: None
     of_any = interpreter._get_np_dtype
     of_scalar = functools.cache(of_any)
     interpreter._get_np_dtype = lambda type: of_any(type) if type.scalar.is_ptr() else of_scalar(type.scalar)
@@ -65,6 +83,7 @@ def spare_the_interpreter() -> None:
             self.of_tensor = sizes(self.shape)
             blocks[key] = self.__dict__
         self.__dict__ |= blocks[key]
+        self.lengths = key[1:]
 
     def sizes(shape):
         return core.tuple([core.constexpr(size) for size in shape]), core.constexpr(math.prod(shape))
@@ -77,6 +96,13 @@ def spare_the_interpreter() -> None:
 
     core.block_type.__init__, core.tensor.__init__ = block, tensor
     interpreter.ReduceOps.generic_reduce = reduce
+    broadcast_different = TritonSemantic.broadcast_impl_value
+
+    def broadcast(self, a, b):
+        same = getattr(a.type, "lengths", ()) == getattr(b.type, "lengths", ())
+        return (a, b) if same else broadcast_different(self, a, b)
+
+    TritonSemantic.broadcast_impl_value = broadcast
 
 
 def reduce(self, input):

@@ -125,22 +125,25 @@ def of_layers(
 
 
 def of_decoding(
-    k: int, heads: int, kv_heads: int, width: int, dtype: torch.dtype, batch: int = 1, positions: int = 192
+    k: int, heads: int, kv_heads: int, width: int, dtype: torch.dtype, batch: int = 1, positions: int = 192,
+    largest: bool = False,
 ) -> list[Launch]:
-    """Every launch of sparsellm.inference.kernels.decoding for one token of each sequence."""
+    """Every launch of sparsellm.inference.kernels.decoding for one token of each sequence. largest: without kernels
+    that are others with a part left out."""
     with recording(tuning.SMALL) as found:
         projected = torch.zeros((batch, heads + 2 * kv_heads, width), dtype=dtype)
         cache, table = projected.new_zeros((batch, positions, kv_heads, width)), torch.zeros((positions, width))
         norm = torch.zeros(width)
-        for norms in (None, (norm, norm, 1e-6)):
+        for norms in ((norm, norm, 1e-6),) if largest else (None, (norm, norm, 1e-6)):
             lengths = torch.zeros(batch, dtype=torch.int64)
             decoding.attend_to_the_past(projected, norms, table, table, lengths, cache, cache)
         x, weight = torch.zeros((1, k)), torch.zeros((projected[0].numel(), k), dtype=dtype)
-        for bias in (None, weight[:, 0].contiguous()):
-            decoding.multiply(weight, x, x.to(dtype), x[0], 1e-6, bias)
-        for up in (None, weight):
-            decoding.multiply(weight, x, x.to(dtype), x[0], 1e-6, activation="silu", up=up)
-        decoding.multiply(weight, x.to(dtype))
+        decoding.multiply(weight, x, x.to(dtype), x[0], 1e-6, weight[:, 0].contiguous())
+        decoding.multiply(weight, x, x.to(dtype), x[0], 1e-6, activation="silu", up=weight)
+        if not largest:
+            decoding.multiply(weight, x, x.to(dtype), x[0], 1e-6)
+            decoding.multiply(weight, x, x.to(dtype), x[0], 1e-6, activation="silu")
+            decoding.multiply(weight, x.to(dtype))
     return list(found.values())
 
 
@@ -157,17 +160,20 @@ def of_float8_decoding(k: int, n: int) -> list[Launch]:
     return list(found.values())
 
 
-def of_prompts(k: int, heads: int, kv_heads: int, width: int, dtype: torch.dtype) -> list[Launch]:
-    """Every launch for two prompts of up to three tokens, except products, attention and the operator."""
+def of_prompts(
+    k: int, heads: int, kv_heads: int, width: int, dtype: torch.dtype, largest: bool = False
+) -> list[Launch]:
+    """Every launch for two prompts of up to three tokens, except products, attention and the operator. largest: as in
+    `of_decoding`."""
     with recording(tuning.SMALL) as found:
         projected, norm = torch.zeros((5, heads + 2 * kv_heads, width), dtype=dtype), torch.zeros(width)
         cache, table = projected.new_zeros((2, 64, kv_heads, width)), torch.zeros((64, width))
         lengths = torch.tensor([3, 2])
-        for norms in (None, (norm, norm, 1e-6)):
+        for norms in ((norm, norm, 1e-6),) if largest else (None, (norm, norm, 1e-6)):
             prompts.place(projected, norms, table, table, lengths.cumsum(0), lengths, 3, cache, cache)
         x = torch.zeros((5, k))
         normed = pointwise.sum_norm(x, x.to(dtype), x[0], 1e-6, dtype)[1]
-        for up in (None, normed):
+        for up in (normed,) if largest else (None, normed):
             pointwise.activate(normed, up, "silu")
     return list(found.values())
 
