@@ -125,7 +125,13 @@ def of_layers(
 
 
 def of_decoding(
-    k: int, heads: int, kv_heads: int, width: int, dtype: torch.dtype, batch: int = 1, positions: int = 192,
+    k: int,
+    heads: int,
+    kv_heads: int,
+    width: int,
+    dtype: torch.dtype,
+    batch: int = 1,
+    positions: int = 192,
     largest: bool = False,
 ) -> list[Launch]:
     """Every launch of sparsellm.inference.kernels.decoding for one token of each sequence. largest: without kernels
