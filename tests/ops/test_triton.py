@@ -31,7 +31,7 @@ HOPPER = ("cuda", 90)
 LEAST_SHARED = 99 * KB  # of NVIDIA's
 # `make test` compiles for one GPU of each kind: the least shared memory of NVIDIA's, Hopper, and AMD. For Hopper, it
 # compiles kernels and what is left of each without its optional parts; for the others, only the largest of each.
-# `make test-all` compiles everything for all.
+# `make test-all` compiles all of them for every GPU; those that read e4m3 weights are compiled for Hopper only.
 FEW = (("cuda", 86), HOPPER, ("hip", "gfx942"))
 CASES = [
     *(pytest.param(gpu, False, id=f"{gpu[0]}-{gpu[1]}") for gpu in FEW),
