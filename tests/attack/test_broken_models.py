@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from attack import small_export
-from attack.seed import SEED, one
+from attack.seed import SEED, one, positions
 from attack.small_export import VOCABULARY, content, cut, damaged, keys, sharded, tensors
 from evaluation.small_rows import write_rows
 from safetensors.torch import load_file
@@ -170,7 +170,7 @@ def test_one_flipped_bit_at_each_byte_of_the_small_files_of_a_checkpoint_is_name
     lengths = {"config.json": None, "tokenizer_config.json": None, WEIGHTS: header_length(folder / WEIGHTS)}
     for name, length in lengths.items():
         data = (folder / name).read_bytes()
-        for at in range(length or len(data)):
+        for at in positions(length or len(data)):
             (folder / name).write_bytes(flipped(data, at, draw))
             tried += 1
             try:
@@ -179,7 +179,7 @@ def test_one_flipped_bit_at_each_byte_of_the_small_files_of_a_checkpoint_is_name
                 held += f"is damaged: hf/{name} has checksum" in str(error)
         (folder / name).write_bytes(data)
     print(f"bits of a checkpoint: tried {tried}, held {held}, failed {tried - held}")
-    assert held == tried > 1500
+    assert held == tried > 300
 
 
 @pytest.mark.slow
@@ -198,7 +198,7 @@ def test_one_flipped_bit_of_a_bare_folder_is_refused_or_leaves_every_tensor_as_i
     }
     for name, (length, stride) in lengths.items():
         data = (folder / name).read_bytes()
-        for at in range(0, length or len(data), stride):
+        for at in positions(length or len(data), stride):
             bad = flipped(data, at, draw)
             (folder / name).write_bytes(bad)
             try:

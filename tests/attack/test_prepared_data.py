@@ -1,5 +1,5 @@
-"""Damage to a folder of prepared tokens, every byte of its small files, and some of the large ones; and text that
-changes after it was prepared.
+"""Damage to a folder of prepared tokens: to each byte of its small files in `make attack`, to some 200 in `make test`,
+and to some of the large ones; and text that changes after it was prepared.
 
 Every attack must end in one sentence (a DataError) that names the file. `failed` counts what was accepted, and what
 ended otherwise.
@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from attack.seed import SEED
+from attack.seed import SEED, positions
 from whole_config import mistakes, prepare
 
 from sparsellm.config import Config, DataConfig, ModelConfig, Source, TrainingConfig
@@ -89,20 +89,20 @@ def attack(path: Path, damaged: Iterator[bytes], start: Callable[[], object]) ->
 
 
 def flips(path: Path, bits: int = 8, stride: int = 1, size: int | None = None) -> Iterator[bytes]:
-    """The content of `path` with one bit flipped: `bits` of each `stride`-th byte, among the first `size` or all.
+    """The content of `path` with one bit flipped: `bits` of the bytes at `positions`, among the first `size` or all.
 
     SEED decides which.
     """
     whole = path.read_bytes()
-    for at in range(SEED % stride, len(whole) if size is None else size, stride):
+    for at in positions(len(whole) if size is None else size, stride):
         for bit in range(bits):
             yield whole[:at] + bytes([whole[at] ^ 1 << (bit + at + SEED) % 8]) + whole[at + 1 :]
 
 
 def junk(path: Path) -> Iterator[bytes]:
-    """Every truncation of `path`, and other invalid content."""
+    """Truncations of `path`, and other invalid content."""
     whole = path.read_bytes()
-    yield from (whole[:end] for end in range(len(whole)))
+    yield from (whole[:end] for end in positions(len(whole)))
     yield from (b"\0", b"\xff\xfe", b"[]", b"{}", b"null", b"1", b'{"version": 2}', b'{"version": 1}', b"[" * 10**5,
                 b"1" * 10**5, b'{"version": NaN}', whole + b"\0", whole + whole, b"\0" * len(whole))  # fmt: skip
 
