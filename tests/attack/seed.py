@@ -1,4 +1,4 @@
-"""The seed of random attacks, the bytes to attack, and the count of attacks.
+"""The seed of random attacks, how many there are, and the count of attacks.
 
 `make attack` counts ATTACK_SEED up from a fresh one, round by round.
 """
@@ -7,14 +7,15 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+ALL = "ATTACK_SEED" in os.environ  # `make test` attacks less often, and always alike
 SEED = int(os.environ.get("ATTACK_SEED", "0"))
 SAMPLE = 200  # bytes that `make test` attacks of a file
 
 
 def positions(size: int, stride: int = 1) -> range:
-    """Those to attack of `size` bytes: each `stride`-th with a seed, as in `make attack`; without one, some SAMPLE of
-    these. Then their distance is odd, so that all bits have their turn where the position decides the bit."""
-    if "ATTACK_SEED" not in os.environ:
+    """Those to attack of `size` bytes: each `stride`-th in `make attack`, some SAMPLE of these in `make test`, at an odd
+    distance, so that all bits have their turn where the position decides the bit."""
+    if not ALL:
         stride *= size // stride // SAMPLE + 1
         stride |= 1
     return range(SEED % stride, size, stride)

@@ -164,7 +164,8 @@ def test_shards_train_as_copies_do_send_what_they_should_and_keep_their_share(tm
 
 
 def save_and_resume(rank, world_size, folder):
-    """Train and save three states; once all nine exist, resume each in three ways. Returns the differences."""
+    """Train and save three states; once all nine exist, resume each in one way. The three launches take other ways, and
+    each launch takes each way three times. Returns the differences."""
     os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
     with joined(folder / f"store-{world_size}", rank, world_size) as ranks:
         for shard in SHARDS:
@@ -192,7 +193,8 @@ def save_and_resume(rank, world_size, folder):
             assert time.monotonic() < deadline, "a launch has not saved its states"
             time.sleep(0.1)
         compared, different = 0, []
-        for shard, (was, by) in product(SHARDS, product(SHARDS, WORLDS)):
+        for (i, was), (j, by) in product(enumerate(SHARDS), enumerate(WORLDS)):
+            shard = SHARDS[(i + j + WORLDS.index(world_size)) % 3]
             trainer = trainer_in(folder / f"{was}-{by}", ranks, f"runtime.shard={shard}")
             trainer._resume()
             saved, resumed = torch.load(folder / f"{was}-{by}.pt"), state(trainer)
@@ -206,7 +208,7 @@ def save_and_resume(rank, world_size, folder):
 def test_what_any_ranks_saved_any_ranks_resume_bit_for_bit(tmp_path):
     results = on_ranks(WORLDS, save_and_resume, tmp_path)
     for compared, different in chain.from_iterable(results.values()):
-        assert compared > 27 * 100
+        assert compared > 9 * 100
         assert different == []
     for shard, world_size in product(SHARDS, WORLDS):
         weights = load_file(tmp_path / f"{shard}-{world_size}/checkpoints/step_00000002/hf/model.safetensors")
