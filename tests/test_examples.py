@@ -34,7 +34,7 @@ def test_the_notebook_trains_draws_and_writes(tmp_path):
     script = tmp_path / "cells.py"
     cells = "\n".join("".join(cell["source"]) for cell in code_cells())
     assert cells.count("training.steps=100") == 1
-    script.write_text(cells.replace("training.steps=100", "training.steps=30"))  # it only trains longer
+    script.write_text(cells.replace("training.steps=100", "training.steps=12"))  # it only trains longer
     environment = os.environ | {"MPLBACKEND": "Agg", "OMP_WAIT_POLICY": "passive"}
     done = subprocess.run(
         [sys.executable, script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
