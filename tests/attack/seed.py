@@ -13,8 +13,10 @@ SAMPLE = 200  # bytes that `make test` attacks of a file
 
 
 def positions(size: int, stride: int = 1) -> range:
-    """Those to attack of `size` bytes: each `stride`-th in `make attack`, some SAMPLE of these in `make test`, at an odd
-    distance, so that all bits have their turn where the position decides the bit."""
+    """Those to attack of `size` bytes: each `stride`-th in `make attack`, some SAMPLE of these in `make test`.
+
+    Those are an odd distance apart, so that all bits have their turn where the position decides the bit.
+    """
     if not ALL:
         stride *= size // stride // SAMPLE + 1
         stride |= 1
