@@ -14,6 +14,7 @@
 
 #include <cstdint>
 #include <cuda_runtime_api.h>
+#include <functional>
 
 namespace sparsellm {
 
@@ -95,14 +96,8 @@ struct Matrix {
   int64_t rows, columns;
   bool by_column;
 };
-class Multiply {
- public:
-  // Computes out = a b, or out = out + a b if `add` is true. `out` is stored row by row. May throw.
-  virtual void operator()(const Matrix& a, const Matrix& b, void* out, bool add) const = 0;
-
- protected:
-  ~Multiply() = default;
-};
+// Computes out = a b, or out = out + a b if `add` is true. `out` is stored row by row. May throw.
+using Multiply = std::function<void(const Matrix& a, const Matrix& b, void* out, bool add)>;
 
 // The row engine multiplies each token by the weight rows of only those neurons that fire for the token. It has no
 // backward pass.
