@@ -37,7 +37,7 @@ SERVER.set_forkserver_preload(
         # Modules that commands import late.
         "sparsellm.evaluation.downstream", "sparsellm.runs.curves", "transformers.models.llama.modeling_llama",
         "transformers.convert_slow_tokenizer", "matplotlib.backends.backend_agg", "lm_eval.tasks",
-        "torch.distributed.run", "safetensors.torch", "pytest",
+        "torch.distributed.run", "safetensors.torch", "pytest", "tests.warm",
     ]
 )  # fmt: skip
 PATIENCE = 60  # seconds until a process that does not come back counts as hanging
