@@ -1,5 +1,6 @@
 """`python -m sparsellm.train` as its users start, kill and restart it, alone and under torchrun."""
 
+import json
 import os
 import shutil
 import signal
@@ -10,17 +11,19 @@ from pathlib import Path
 
 import psutil
 import pytest
+import whole_config
 import yaml
 from logged_rows import differences, untimed_rows
 from processes import PATIENCE, Forked, family, kill, on_one_thread
 
+from sparsellm.config import from_overrides
 from sparsellm.runs.metrics import METRICS, read
 
 # The smoke experiment, smaller; every run of this module shares one prepared corpus.
 SMALL = [
     "model.hidden_size=64", "model.intermediate_size=128", "model.num_layers=2", "training.sequence_length=64",
-    "training.steps=40", "logging=disabled", "logging.validation_every=20", "run.checkpoint_every=10",
-    "runtime.device=cpu", "data.tokenizer_vocab_size=1000", "model.vocab_size=1000",
+    "training.steps=40", "training.batch_size=4", "logging=disabled", "logging.validation_every=20",
+    "run.checkpoint_every=10", "runtime.device=cpu", "data.tokenizer_vocab_size=1000", "model.vocab_size=1000",
 ]  # fmt: skip
 
 pytestmark = pytest.mark.slow
@@ -28,20 +31,30 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    return tmp_path_factory.mktemp("corpus") / "data"
+    """The overrides of a prepared corpus: the paragraphs of this repository's documents."""
+    folder, root = tmp_path_factory.mktemp("corpus"), Path(__file__).parents[1]
+    texts = [path.read_text() for path in (root / "README.md", *sorted((root / "docs").glob("*.md")))]
+    paragraphs = "\n\n".join(texts).split("\n\n")
+    (folder / "documents.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in paragraphs))
+    data = [
+        "data=files", f"data.files=[{folder}/documents.jsonl]", "data.validation_fraction=0.1",
+        f"data.path={folder}/tokens",
+    ]  # fmt: skip
+    whole_config.prepare(from_overrides([*SMALL, *data, "training.steps=2000"]))
+    return data
 
 
 @pytest.fixture
 def train(corpus, tmp_path):
-    """train(*overrides, ranks=1, restarts=0, wait=True, forked=True): a finished process with its output, or with
-    wait=False a running one. It is forked from a server that has imported everything, unless forked=False; the stdout
-    and stderr of a forked one are one file."""
+    """train(*overrides, ranks=1, restarts=0, wait=True, forked=True, data=corpus): a finished process with its output,
+    or with wait=False a running one. It is forked from a server that has imported everything, unless forked=False; the
+    stdout and stderr of a forked one are one file."""
     running = []
 
-    def start(*overrides, ranks=1, restarts=0, wait=True, forked=True):
+    def start(*overrides, ranks=1, restarts=0, wait=True, forked=True, data=corpus):
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--max-restarts={restarts}"]
         launcher = [*torchrun, f"--nproc_per_node={ranks}"] if ranks > 1 else []
-        command = [*launcher, "-m", "sparsellm.train", *SMALL, f"data.path={corpus}", *overrides]
+        command = [*launcher, "-m", "sparsellm.train", *SMALL, *data, *overrides]
         if forked:
             output = tmp_path.with_name(f"{tmp_path.name}-{len(running)}.said")
             running.append(Forked(command, tmp_path, output, on_one_thread))
@@ -268,7 +281,7 @@ def test_a_root_that_cannot_be_written_is_refused_in_a_sentence(train, tmp_path)
 
 
 def test_missing_data_is_refused_with_the_command_to_run(train, tmp_path):
-    refused = train("data=fineweb_edu", f"data.path={tmp_path}/missing", "model.vocab_size=49152")
+    refused = train(f"data.path={tmp_path}/missing", "model.vocab_size=49152", data=["data=fineweb_edu"])
     assert refused.returncode == 2
     assert "python -m sparsellm.prepare_data" in refused.stderr
     assert "Traceback" not in refused.stderr
@@ -276,9 +289,8 @@ def test_missing_data_is_refused_with_the_command_to_run(train, tmp_path):
 
 
 def test_corrupt_data_is_refused_by_name(train, corpus, tmp_path):
-    train("training.steps=40")  # prepares the corpus, if this test runs first
     damaged = tmp_path / "damaged"
-    shutil.copytree(corpus, damaged)
+    shutil.copytree(corpus[-1].removeprefix("data.path="), damaged)
     tokens = bytearray((damaged / "train.tokens").read_bytes())
     tokens[len(tokens) // 2] ^= 1
     (damaged / "train.tokens").write_bytes(tokens)
