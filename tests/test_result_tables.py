@@ -12,6 +12,7 @@ from typing import NamedTuple
 import pytest
 from PIL import Image
 
+from scripts import width_grid
 from scripts.benchmarks.bench_calibration import LAYERS, slower
 from scripts.benchmarks.patterns import BASES
 from scripts.benchmarks.shaped_models import DEFAULT_MEAN
@@ -335,9 +336,9 @@ def muon():
     for name in (
         "silu_1408", "silu_1408_lr1e-3", "silu_1408_lr4e-3", "silu_5632", "silu_5632_lr1e-3", "silu_11264",
         "relu_1408", "relu_2816", "relu_5632",
-        "l1_1408_2e-5", "l1_1408_4e-5", "l1_1408_8e-5", "l1_2816_4e-5", "l1_2816_8e-5", "l1_5632_4e-5", "l1_5632_6e-5",
-        "l1_5632_6e-5_redrawn", "l1_5632_6e-5_blended", "l1_5632_6e-5_warm_up", "l1_5632_6e-5_lr1e-3",
-        "l1_5632_6e-5_lr4e-3",
+        "l1_1408_2e-5", "l1_1408_4e-5", "l1_1408_8e-5", "l1_2816_2e-5", "l1_2816_4e-5", "l1_2816_8e-5", "l1_5632_2e-5",
+        "l1_5632_4e-5", "l1_5632_6e-5", "l1_5632_6e-5_redrawn", "l1_5632_6e-5_blended", "l1_5632_6e-5_warm_up",
+        "l1_5632_8e-5", "l1_11264_2e-5", "l1_11264_4e-5", "l1_11264_8e-5", "l1_5632_6e-5_lr1e-3", "l1_5632_6e-5_lr4e-3",
         "silu_1408_muon", "silu_1408_muon_lr1e-3", "silu_1408_muon_lr4e-3", "l1_1408_8e-5_muon4",
         "l1_5632_6e-5_muon4", "l1_5632_1.2e-4_muon4", "l1_5632_1.2e-4_muon4_t", "l1_5632_1.2e-4_muon2",
         "l1_5632_2.4e-4_muon4", "silu_1408_muon4_again", "silu_1408_muon8", "l1_5632_6e-5_muon8",
@@ -351,11 +352,51 @@ def muon():
         yield Cells(found)
 
 
+def a_run_on_four():
+    rows = {row["step"]: row for row in file("scaling.json")["run-4"]["rows"]}
+    for step in (1, 10, 14, 20, 26, 30, 35, 41):
+        row = rows[step]
+        yield Cells([
+            row["tokens"] / 1e6, row["ce"], row["nnz_mean"], row["tokens_per_s"], 100 * row["mfu"],
+            row["peak_memory_bytes"] / GIB,
+        ])  # fmt: skip
+
+
+def one_of_four():
+    for name in ("1p5b-1-none-36", "1p5b-1-none-dense"):
+        rival, ours = file("scaling.json")[name]["runs"]
+        for run in (rival, ours):
+            ratio = [run["tokens_per_s"] / rival["tokens_per_s"]] * (run is ours)
+            found = [*run["micro_batches"], run["tokens_per_s"], *ratio, 100 * run["mfu"], run["peak_bytes"] / GIB]
+            yield Cells([*found, run["mj_per_token"]])
+
+
+def law():
+    lines = list(map(json.loads, (FOLDER / "mini_muon.jsonl").read_text().splitlines()))
+    found = width_grid.grid(lines, [2e-5, 4e-5, 8e-5])
+    columns = [each for pair in zip(found[2:], found.predicted(), strict=True) for each in pair]
+    for i, width in enumerate(found.widths):
+        for j in range(len(found.coefficients)):
+            yield Cells([width, *(column[i, j] for column in columns)])
+
+
+def mini_in_float8():
+    plain, found = runs_of("mini_muon.jsonl") | runs_of("mini_float8.jsonl"), runs_of("mini_float8.jsonl")
+    changes = []
+    for seed in range(3):
+        name = "l1_5632_6e-5" + f"_s{seed}" * bool(seed)
+        before, after = plain[name]["rows"][-1], found[f"l1_5632_6e-5_s{seed}_float8"]["rows"][-1]
+        changes.append(after["val_ce"] - before["val_ce"])
+        yield Cells([before["val_ce"], after["val_ce"], changes[-1], before["nnz_mean"], after["nnz_mean"]])
+    yield Cells([fmean(changes)])
+
+
 def wide_300m():
     runs = runs_of("mini_wide_300m.jsonl")
     for name in (
         "silu_1408_s0", "silu_1408_s1", "silu_1408_s2", "l1_5632_s0", "l1_5632_s1", "l1_5632_s2", "silu_1408_time_s0",
-        "silu_5632_time_s0", "silu_5632_s0", "silu_1408_muon_s0",
+        "silu_1408_time_s1", "silu_1408_time_s2", "silu_5632_time_s0", "silu_5632_time_s1", "silu_5632_time_s2",
+        "silu_5632_s0", "silu_1408_muon_s0", "l1_5632_1.5e-4_muon_s0",
     ):  # fmt: skip
         config, last = runs[name]["config"], runs[name]["rows"][-1]
         width, seed, nonzeros = config["model.intermediate_size"], config["training.seed"], last["nnz_mean"]
@@ -473,7 +514,7 @@ def generation_in_float8():
     ours, rival = "accelerated, FP8", "accelerated"
     return generation(
         "generate_float8.json", ours, ("first_ms", rival, ours),
-        ("each_ms", "dense", "dense, FP8", rival, ours, (rival, ours)),
+        ("each_ms", "dense", "dense, FP8", rival, ours, (rival, ours), ("dense, FP8", ours), ("dense", ours)),
         ("tokens_per_s", rival, ours, (ours, rival)), ("mj_per_token", (ours, rival)),
     )  # fmt: skip
 
@@ -631,6 +672,8 @@ COMPARED = {
     "RESULTS.md#the-loss-for-the-time-15b-twelve-minutes": partial(loss_for_the_time, "1p5b_short.jsonl", lengths=True),
     "RESULTS.md#the-loss-for-the-time-15b-twelve-minutes 2": partial(speeds, "1p5b_silu_speeds.json"),
     "RESULTS.md#the-first-nine-minutes-of-1p5b_wide": first_steps,
+    "RESULTS.md#several-gpus-a-run-on-four-and-a-rank-that-is-killed": a_run_on_four,
+    "RESULTS.md#several-gpus-a-run-on-four-and-a-rank-that-is-killed 2": one_of_four,
     "RESULTS.md#a-whole-training-run-05b-on-two-h100s": a_whole_run,
     "RESULTS.md#l1-compared-with-relu-and-silu-300m-tokens": l1_relu_silu,
     "RESULTS.md#l1-compared-with-relu-and-silu-300m-tokens 2": benchmarks_of_l1_relu_silu,
@@ -645,12 +688,14 @@ COMPARED = {
     "RESULTS.md#making-a-dense-model-sparse 2": tiny_dense_to_sparse,
     "RESULTS.md#wider-layers-a-first-screen-at-30m": widths,
     "RESULTS.md#wider-layers-learning-rates-and-muon": muon,
+    "RESULTS.md#wider-layers-a-law-of-width-and-coefficient": law,
     "RESULTS.md#wider-layers-at-05b-33m-tokens": wide_at_0p5b,
     "RESULTS.md#wider-layers-300m-tokens": wide_300m,
     "RESULTS.md#wider-layers-300m-tokens 2": wide_steps,
     "RESULTS.md#fp8-forward-passes-accuracy-and-loss": float8_models,
     "RESULTS.md#fp8-forward-passes-accuracy-and-loss 2": float8_layers,
     "RESULTS.md#fp8-forward-passes-accuracy-and-loss 3": float8_quality,
+    "RESULTS.md#fp8-forward-passes-accuracy-and-loss 4": mini_in_float8,
     "RESULTS.md#text-generation-with-weights-in-fp8": generation_in_float8,
     "RESULTS.md#training-step-qwen3-8b-and-llama-3-8b-shapes":
         partial(training_steps, "training_step_qwen3_8b.json", "training_step_llama3_8b.json"),

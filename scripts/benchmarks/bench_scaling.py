@@ -294,6 +294,11 @@ def main(arguments: list[str] | None = None) -> int:
     print("".join(f"{line}\n" for line in failed), end="")
     if missing := [f"{each.name} ({each.seconds(args):.0f} s)" for each in wanted if each not in found]:
         print(f"{len(missing)} measurements are missing (run the same command again): {' '.join(missing)}")
+        shortest = min(each.seconds(args) for each in wanted if each not in found)
+        if not failed and args.minutes and not set(todo) & set(found):
+            print(
+                f"none was started: the shortest needs --minutes {math.ceil((shortest + START) / 60)}, with preparation"
+            )
     harness.write(args.json, {each.name: result for each, result in found.items()})
     return 1 if failed else 0
 

@@ -79,6 +79,7 @@ def test_nothing_starts_that_would_not_end_in_time(started, tmp_path, capsys):
     assert not started
     said = capsys.readouterr().out
     assert "12 measurements are missing (run the same command again): 1p5b-2-none-36 (" in said
+    assert "none was started: the shortest needs --minutes " in said
 
 
 def test_a_measurement_that_was_ended_is_named_and_the_others_are_shown(started, tmp_path, monkeypatch, capsys):
