@@ -105,10 +105,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--output", type=Path, metavar="PNG", help="figure to write")
     args = parser.parse_args(arguments)
-    lines = [json.loads(line) for line in args.runs.read_text().splitlines()]
     try:
+        lines = [json.loads(line) for line in args.runs.read_text().splitlines()]
         found = grid(lines, args.coefficients, args.learning_rate)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         parser.error(f"{args.runs}: {error}")
     ce, nonzeros, later = found.predicted()
     table(

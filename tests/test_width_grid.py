@@ -47,12 +47,15 @@ def test_a_run_is_predicted_without_itself():
     assert width_grid.left_out(wrong)[1, 0] == pytest.approx(values[1, 0])
 
 
-def test_a_grid_that_lacks_a_run_or_has_it_twice_is_refused(tmp_path, capsys):
+def test_a_grid_that_lacks_a_run_or_has_it_twice_and_a_missing_file_are_refused(tmp_path, capsys):
     runs, file = lines(PRICES), tmp_path / "runs.jsonl"
     for wrong, says in ((runs[:-1], r"(4096, '8e-5')"), ([*runs, runs[0]], "the same arm")):
         file.write_text("".join(json.dumps(run) + "\n" for run in wrong))
         with pytest.raises(SystemExit):
             width_grid.main([str(file), "--coefficients", *map(str, PRICES)])
         assert says in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        width_grid.main([str(tmp_path / "absent.jsonl"), "--coefficients", *map(str, PRICES)])
+    assert "No such file" in capsys.readouterr().err
     other = [run | {"config": run["config"] | {"optimizer.muon": True}} for run in runs]
     assert (width_grid.grid([*runs, *other], [*PRICES]).ce == width_grid.grid(runs, [*PRICES]).ce).all()
