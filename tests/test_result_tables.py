@@ -335,7 +335,7 @@ def muon():
     first = runs["silu_1408"]["rows"][-1]["val_ce"]
     for name in (
         "silu_1408", "silu_1408_lr1e-3", "silu_1408_lr4e-3", "silu_5632", "silu_5632_lr1e-3", "silu_11264",
-        "relu_1408", "relu_2816", "relu_5632",
+        "relu_1408", "relu_2816", "relu_5632", "relu_11264",
         "l1_1408_2e-5", "l1_1408_4e-5", "l1_1408_8e-5", "l1_2816_2e-5", "l1_2816_4e-5", "l1_2816_8e-5", "l1_5632_2e-5",
         "l1_5632_4e-5", "l1_5632_6e-5", "l1_5632_6e-5_redrawn", "l1_5632_6e-5_blended", "l1_5632_6e-5_warm_up",
         "l1_5632_8e-5", "l1_11264_2e-5", "l1_11264_4e-5", "l1_11264_8e-5", "l1_5632_6e-5_lr1e-3", "l1_5632_6e-5_lr4e-3",
@@ -352,6 +352,18 @@ def muon():
         yield Cells(found)
 
 
+def without_a_gate():
+    gated, others = runs_of("mini_muon.jsonl"), runs_of("mini_ungated.jsonl")
+    runs = [gated[f"l1_5632_{coefficient}"] for coefficient in ("2e-5", "4e-5", "8e-5")]
+    runs += [
+        others[f"ungated_{kind}_8448_{coefficient}"] for kind in ("relu", "sq") for coefficient in ("1.6e-5", "4e-5")
+    ]
+    for run in runs:
+        width, last = run["config"]["model.intermediate_size"], run["rows"][-1]
+        dead = sum(last["dead_per_layer"]) / (8 * width)
+        yield Cells([width, last["val_ce"], last["nnz_mean"], 100 * (1 - last["nnz_mean"] / width), 100 * dead])
+
+
 def a_run_on_four():
     rows = {row["step"]: row for row in file("scaling.json")["run-4"]["rows"]}
     for step in (1, 10, 14, 20, 26, 30, 35, 41):
@@ -362,13 +374,21 @@ def a_run_on_four():
         ])  # fmt: skip
 
 
-def one_of_four():
-    for name in ("1p5b-1-none-36", "1p5b-1-none-dense"):
-        rival, ours = file("scaling.json")[name]["runs"]
-        for run in (rival, ours):
-            ratio = [run["tokens_per_s"] / rival["tokens_per_s"]] * (run is ours)
-            found = [*run["micro_batches"], run["tokens_per_s"], *ratio, 100 * run["mfu"], run["peak_bytes"] / GIB]
-            yield Cells([*found, run["mj_per_token"]])
+def one_to_four():
+    results, singles = file("scaling.json"), {}
+    for gpus, firing in ((1, "36"), (2, "36"), (4, "36"), (1, "dense")):
+        runs = results[f"1p5b-{gpus}-none-{firing}"]["runs"]
+        rivals = {run["micro_batch"]: run["tokens_per_s"] for run in runs if run["variant"] == "runtime.kernels=torch"}
+        for run in runs:
+            speed, side = run["tokens_per_s"], (firing, run["variant"], run["micro_batch"])
+            found = [*run["micro_batches"], speed]
+            found += [speed / rivals[run["micro_batch"]]] * (run["variant"] == "runtime.kernels=auto")
+            if gpus == 1:
+                singles[side] = speed
+            elif side in singles:
+                found.append(speed / singles[side])
+            nccl = [] if gpus == 1 else [100 * run["nccl"]]
+            yield Cells([*found, 100 * run["mfu"], *nccl, run["peak_bytes"] / GIB, run["mj_per_token"]])
 
 
 def law():
@@ -488,13 +508,13 @@ def float8_layers():
         yield Cells([*values, found["layer 5632"]["errors"][name]])
 
 
-def float8_quality():
-    for name, row in file("float8_quality.json")["variants"].items():
+def float8_quality(name):
+    for variant, row in file(name)["variants"].items():
         values = [row["cross_entropy"]]
-        if name != "bf16":
+        if variant != "bf16":
             values += [row["difference"], row["standard_error"]]
         values.append(row["nonzeros"])
-        if name != "bf16":
+        if variant != "bf16":
             values += [100 * row["differing_of_firing"], 100 * row["differing_of_all"]]
         yield Cells(values)
 
@@ -673,7 +693,7 @@ COMPARED = {
     "RESULTS.md#the-loss-for-the-time-15b-twelve-minutes 2": partial(speeds, "1p5b_silu_speeds.json"),
     "RESULTS.md#the-first-nine-minutes-of-1p5b_wide": first_steps,
     "RESULTS.md#several-gpus-a-run-on-four-and-a-rank-that-is-killed": a_run_on_four,
-    "RESULTS.md#several-gpus-a-run-on-four-and-a-rank-that-is-killed 2": one_of_four,
+    "RESULTS.md#several-gpus-a-run-on-four-and-a-rank-that-is-killed 2": one_to_four,
     "RESULTS.md#a-whole-training-run-05b-on-two-h100s": a_whole_run,
     "RESULTS.md#l1-compared-with-relu-and-silu-300m-tokens": l1_relu_silu,
     "RESULTS.md#l1-compared-with-relu-and-silu-300m-tokens 2": benchmarks_of_l1_relu_silu,
@@ -688,14 +708,16 @@ COMPARED = {
     "RESULTS.md#making-a-dense-model-sparse 2": tiny_dense_to_sparse,
     "RESULTS.md#wider-layers-a-first-screen-at-30m": widths,
     "RESULTS.md#wider-layers-learning-rates-and-muon": muon,
+    "RESULTS.md#wider-layers-without-a-gate-and-squared-relu": without_a_gate,
     "RESULTS.md#wider-layers-a-law-of-width-and-coefficient": law,
     "RESULTS.md#wider-layers-at-05b-33m-tokens": wide_at_0p5b,
     "RESULTS.md#wider-layers-300m-tokens": wide_300m,
     "RESULTS.md#wider-layers-300m-tokens 2": wide_steps,
     "RESULTS.md#fp8-forward-passes-accuracy-and-loss": float8_models,
     "RESULTS.md#fp8-forward-passes-accuracy-and-loss 2": float8_layers,
-    "RESULTS.md#fp8-forward-passes-accuracy-and-loss 3": float8_quality,
-    "RESULTS.md#fp8-forward-passes-accuracy-and-loss 4": mini_in_float8,
+    "RESULTS.md#fp8-forward-passes-accuracy-and-loss 3": partial(float8_quality, "float8_quality.json"),
+    "RESULTS.md#fp8-forward-passes-accuracy-and-loss 4": partial(float8_quality, "float8_quality_0p5b.json"),
+    "RESULTS.md#fp8-forward-passes-accuracy-and-loss 5": mini_in_float8,
     "RESULTS.md#text-generation-with-weights-in-fp8": generation_in_float8,
     "RESULTS.md#training-step-qwen3-8b-and-llama-3-8b-shapes":
         partial(training_steps, "training_step_qwen3_8b.json", "training_step_llama3_8b.json"),
