@@ -135,7 +135,7 @@ template <typename Pack>
 Packed packed_by(const Call& call, int64_t m, int64_t n, Pack pack) {
   const int64_t column_tiles = (n + kColumnTile - 1) / kColumnTile;
   const auto int32 = [&](const std::vector<int64_t>& sizes) { return call.empty(sizes, aoti_torch_dtype_int32()); };
-  const Tensor words = int32({m, kTileWords / kSectorWords, column_tiles, kSectorWords}), wide = call.bf16({m, n});
+  const Tensor words = int32({m, kTileWords / kSectorWords, column_tiles, kSectorWords}), wide = call.bf16({m * n});
   const Tensor mask = int32({(m + kTokenTile - 1) / kTokenTile, column_tiles * kColumnTile / 32});
   const Tensor row_counts = int32({sparsellm::row_counts_length(m, n)});
   const Statistics counted(call, n);

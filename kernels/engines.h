@@ -110,7 +110,8 @@ cudaError_t row_forward(const Layer& layer, const Multiply& multiply, void* work
 struct TileShape {
   int64_t m, k, n;
   bool gated;
-  int64_t capacity;       // nonzeros that the lists hold; of a batch with more, some tiles take the overflow path
+  int64_t capacity;       // nonzeros that the lists hold; of a batch with more, some tiles take the overflow path, or all
+                          // tiles if its wide segments alone have too many
   int64_t long_capacity;  // how many of these nonzeros may be in rows of more than 512 nonzeros
   bool ordered;           // tokens are reordered, so that the tokens of a tile fire similar neurons
 };
@@ -169,7 +170,7 @@ cudaError_t dense_backward(const Layer& layer, const void* w_down, bool fused, c
 // relu(x w^T) in the packed format (README.md), which the row engine and the tile engine read.
 struct PackedGate {
   uint32_t* words;      // [M, 4, ceil(N / 256), 8]
-  void* wide;           // bf16 [M, N]
+  void* wide;           // bf16 [M N]
   uint32_t* mask;       // [ceil(M / 128), 8 ceil(N / 256)]
   int32_t* row_counts;  // [row_counts_length(M, N)]; the first M are the nonzeros of each token, the others are scratch
   uint8_t* fired;       // fired and counts are as in Result

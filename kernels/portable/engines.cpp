@@ -35,11 +35,13 @@ int64_t column_tiles_of(int64_t neurons) { return (neurons + kColumnTile - 1) / 
 int32_t* totals_of(int64_t* counts) { return reinterpret_cast<int32_t*>(counts + kCounters); }
 int32_t* tickets_of(int64_t* counts) { return totals_of(counts) + kTotals; }
 
-Packed lay_out_packed(Arena& arena, int64_t m, int64_t n, const Result& result) {
+// wide_values: how many values of wide segments there is memory for.
+Packed lay_out_packed(Arena& arena, int64_t m, int64_t n, int64_t wide_values, const Result& result) {
   const int64_t column_tiles = column_tiles_of(n);
   Packed packed = {};
   packed.words = arena.take<uint32_t>(m * column_tiles * kTileWords);
-  packed.wide = arena.take<uint16_t>(m * n);
+  packed.wide = arena.take<uint16_t>(wide_values);
+  packed.wide_values = wide_values;
   packed.mask = arena.take<uint32_t>(tiles_of(m) * column_tiles * kColumnTile / 32);
   packed.row_counts = arena.take<int32_t>(row_counts_length(m, n));
   packed.fired = result.fired;
@@ -73,6 +75,14 @@ struct Kept {
 // Whether some batch has more nonzeros than the lists hold.
 bool can_overflow(const TileShape& s) { return std::min(s.capacity, s.long_capacity) < s.m * s.n; }
 
+// How many values of wide segments the tile engine has memory for. A wide segment of c nonzeros, which are at least 32,
+// takes c rounded up to a multiple of eight, which is at most c + c / 4. So all of them fit wherever all nonzeros fit in
+// the lists. The kernels for few tokens reserve nothing (gate_pack/pack.cuh).
+int64_t wide_values_of(const TileShape& s) {
+  const int64_t all = s.m * s.n;
+  return s.m <= kFewTokens ? all : std::min(all, s.capacity + s.capacity / 4);
+}
+
 // Buffers that only the tile engine's forward pass needs.
 struct TileWorkspace {
   Packed packed;
@@ -85,7 +95,7 @@ struct TileWorkspace {
   void* order;  // workspace of token_order
 
   TileWorkspace(Arena& arena, const TileShape& s, const Result& result, bool saving) {
-    packed = lay_out_packed(arena, s.m, s.n, result);
+    packed = lay_out_packed(arena, s.m, s.n, wide_values_of(s), result);
     const int64_t words = s.m * kRowCapacity + s.long_capacity + 3;  // + 3: kernels read four words at a time
     rows_bytes = std::max<int64_t>(words * sizeof(uint32_t), can_overflow(s) ? rest_forward_workspace(s.m, s.n) : 0);
     rows = arena.take_bytes(rows_bytes);
@@ -230,13 +240,13 @@ int64_t row_counts_length(int64_t m, int64_t n) {
 
 cudaError_t pack(const void* x, const void* w, int64_t m, int64_t k, int64_t n, const PackedGate& out,
                  cudaStream_t stream) {
-  return gate_pack(x, w, nullptr, m, k, n, {out.words, out.wide, out.mask, out.row_counts, out.fired, out.counts},
-                   kCountsLength, false, stream);
+  const Packed packed = {out.words, out.wide, m * n, out.mask, out.row_counts, out.fired, out.counts};
+  return gate_pack(x, w, nullptr, m, k, n, packed, kCountsLength, false, stream);
 }
 
 cudaError_t pack_float8(const Float8Gate& gate, int64_t m, int64_t k, int64_t n, const PackedGate& out,
                         cudaStream_t stream) {
-  const Packed packed = {out.words, out.wide, out.mask, out.row_counts, out.fired, out.counts};
+  const Packed packed = {out.words, out.wide, m * n, out.mask, out.row_counts, out.fired, out.counts};
   return gate_pack_float8(gate, m, k, n, packed, kCountsLength, stream);
 }
 
@@ -244,7 +254,7 @@ cudaError_t pack_float8(const Float8Gate& gate, int64_t m, int64_t k, int64_t n,
 
 int64_t row_workspace_bytes(int64_t m, int64_t k, int64_t n) {
   Arena arena(nullptr);
-  lay_out_packed(arena, m, n, {});
+  lay_out_packed(arena, m, n, m * n, {});
   arena.take_bytes(row_workspace(m, k, n));
   return arena.bytes();
 }
@@ -252,7 +262,7 @@ int64_t row_workspace_bytes(int64_t m, int64_t k, int64_t n) {
 cudaError_t row_forward(const Layer& a, const Multiply& multiply, void* workspace, const Result& result,
                         cudaStream_t stream) {
   Arena arena(workspace);
-  const Packed packed = lay_out_packed(arena, a.m, a.n, result);
+  const Packed packed = lay_out_packed(arena, a.m, a.n, a.m * a.n, result);
   void* own = arena.take_bytes(row_workspace(a.m, a.k, a.n));
   if (packs_product(a.m)) {
     if (a.scales != nullptr) return cudaErrorInvalidValue;
@@ -338,7 +348,8 @@ cudaError_t tile_forward(const Layer& a, const TileShape& s, void* workspace, vo
   rest.tokens = plan.rest_tokens;
   rest.packed = w.packed;
   rest.x = a.x;
-  rest.w_gate = saving && a.float8 != nullptr ? a.thresholded() : nullptr;
+  rest.w_gate = a.thresholded();
+  rest.computes_gate = saving && a.float8 != nullptr;
   rest.w_up = a.multiplier();
   rest.w_down_t = a.w_down_t;
   rest.y = result.y;

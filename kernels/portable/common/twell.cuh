@@ -73,17 +73,77 @@ __device__ __forceinline__ uint32_t exclusive_scan(uint32_t value, uint32_t lane
   return sum - value;
 }
 
+// A wide segment has more nonzeros than words. Its word 1 is where its values start in Packed::wide, in units of eight
+// values, columns ascending; bit c of its words 8 to 15 is set if column c of its 256 is not zero.
+constexpr uint32_t kNowhere = ~0u;  // the start of values for which `wide` has no memory left
+
+// Where the values start if each segment has the memory of its columns in a matrix [M, N]. This is so for up to
+// kFewTokens tokens, and where a product in memory is packed.
+__device__ __forceinline__ uint32_t own_values(int64_t token, int64_t n, uint32_t column) {
+  return static_cast<uint32_t>((token * n + column) / 8);
+}
+
+// Reserves memory for values, for all other calls. Called by all lanes of a warp. Lanes 8 r .. 8 r + 7 pass row r's
+// number of nonzeros in a segment, and get where its values start if the segment is wide.
+__device__ __forceinline__ uint32_t reserve_values(const Packed& out, uint32_t count, uint32_t lane) {
+  uint32_t start = kNowhere;
+  if (lane % 8 == 0 && count >= kTileWords) {
+    const uint32_t units = (count + 7) / 8;
+    const auto before = atomicAdd(reinterpret_cast<unsigned long long*>(out.counters) + kWideUnits, units);
+    if (8 * (before + units) <= static_cast<unsigned long long>(out.wide_values)) start = before;
+  }
+  return __shfl_sync(~0u, start, lane & ~7u);
+}
+
+// Whether `wide` has the values of all wide segments. If not, which of them it lacks may differ between runs, so no
+// result may depend on any of them.
+__device__ __forceinline__ bool wide_fits(const Packed& packed) {
+  return 8 * packed.counters[kWideUnits] <= packed.wide_values;
+}
+
+// A lane's share of a wide segment.
+struct WideShare {
+  uint32_t count;  // nonzeros of the segment
+  uint32_t bits;   // bit i: column 8 lane + i of the segment is not zero
+  uint4 values;    // nonzeros 8 lane .. 8 lane + 7 of the segment, as far as it has as many; zero if they are nowhere
+};
+__device__ __forceinline__ WideShare load_wide(const Packed& packed, const uint32_t* words, int column_tiles,
+                                               uint32_t lane) {
+  const uint2 head = *reinterpret_cast<const uint2*>(words);
+  WideShare share = {head.x, reinterpret_cast<const uint8_t*>(words + word_offset(kSectorWords, column_tiles))[lane]};
+  if (8 * lane < head.x && head.y != kNowhere) {
+    share.values = static_cast<const uint4*>(packed.wide)[static_cast<uint64_t>(head.y) + lane];
+  }
+  return share;
+}
+
+// Writes a wide segment as packed words, each in two halves: half 2 i of a list is the column of its word i, and half
+// 2 i + 1 the value. So no lane waits for its values' columns. Calls put(half, bits) with halves of the segment's own
+// list; column: that of the segment's first value. Called by all lanes of a warp.
+template <class Put>
+__device__ __forceinline__ void put_halves(const WideShare& share, uint32_t column, uint32_t lane, Put put) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    if (8 * lane + i < share.count) put(2 * (8 * lane + i) + 1, half_of(share.values, i));
+  }
+  const uint32_t before = exclusive_scan(__popc(share.bits), lane);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    if (share.bits >> i & 1) put(2 * (before + __popc(share.bits & ((1u << i) - 1))), column + 8 * lane + i);
+  }
+}
+
 // Packs the segments of four rows in one column tile. Called by all lanes of a warp. Lanes 8 r .. 8 r + 7 have row r of
 // the four; lane s of these eight has columns first + 64 j + 8 s .. + 7 for j = 0..3. For example, lane 10 has columns
 // 16 to 23, 80 to 87, 144 to 151 and 208 to 215 of row 1.
 // chunks: the shared address of the lane's columns for j = 0; its columns for other j are kApart j bytes further. The
-// function writes all words of the segment except word 0, and returns the count that belongs there. If the nonzeros do
-// not fit in the segment's words, it writes the row's 256 values to `wide`, which points to the row's column `first`,
-// instead. It writes nothing for a row for which `some` is false, and nothing for columns >= n. It sets bit 8 j + i of
+// function writes all words of the segment except word 0, and returns the count that belongs there. If the segment is
+// wide, reserve(count) says where its values start; it is called by all lanes, as soon as one of the rows is wide. The
+// function writes nothing for a row for which `some` is false, and nothing for columns >= n. It sets bit 8 j + i of
 // `seen` if column i of the lane's eight columns for j is not zero.
-template <uint32_t kApart = 128>
+template <uint32_t kApart = 128, class Reserve>
 __device__ __forceinline__ uint32_t pack_four_rows(uint32_t chunks, bool some, uint32_t lane, uint32_t first, int64_t n,
-                                                   int column_tiles, uint32_t* words, __nv_bfloat16* wide,
+                                                   int column_tiles, uint32_t* words, void* wide, Reserve reserve,
                                                    uint32_t& seen) {
   const uint32_t column = first + 8 * (lane % 8);
   uint4 v[4];
@@ -105,21 +165,29 @@ __device__ __forceinline__ uint32_t pack_four_rows(uint32_t chunks, bool some, u
   }
   const uint32_t totals = __shfl_sync(~0u, sums, 7, 8);  // at most 64 per byte
   const uint32_t count = __dp4a(totals, 0x01010101u, 0u);
-  if (count < kTileWords) {
-    uint32_t at = sums - mine + totals * 0x01010100u;  // byte j: how many nonzeros of the row come before the lane's
-                                                       // first one for j
+  const bool is_wide = count >= kTileWords;
+  const uint32_t start = __any_sync(~0u, is_wide) ? reserve(count) : kNowhere;
+  uint32_t at = sums - mine + totals * 0x01010100u;  // byte j: how many nonzeros of the row come before the lane's
+                                                     // first one for j
+  const auto for_each = [&](auto put) {
     for (uint32_t rest = bits; rest != 0; rest &= rest - 1) {
       const uint32_t bit = __ffs(rest) - 1, shift = bit & 24, i = bit & 7;
-      const uint32_t value = ptx::ld_shared_u16(chunks + kApart / 8 * shift + 2 * i);
-      words[word_offset(1 + (at >> shift & 0xff), column_tiles)] = pack_word(value, column + 8 * shift + i);
+      put(at >> shift & 0xff, ptx::ld_shared_u16(chunks + kApart / 8 * shift + 2 * i), column + 8 * shift + i);
       at += 1u << shift;
     }
+  };
+  if (!is_wide) {
+    for_each([&](uint32_t nth, uint32_t value, uint32_t at_column) {
+      words[word_offset(1 + nth, column_tiles)] = pack_word(value, at_column);
+    });
   } else {
-#pragma unroll 1
-    for (int j = 0; j < 4; ++j) {
-      if (column + 64 * j < n) {
-        ptx::st_global_v4(wide + 8 * (lane % 8) + 64 * j, ptx::ld_shared_v4(chunks + kApart * j));
-      }
+    if (lane % 8 == 0) words[1] = start;
+    uint8_t* mask = reinterpret_cast<uint8_t*>(words + word_offset(kSectorWords, column_tiles)) + lane % 8;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) mask[8 * j] = bits >> 8 * j;
+    if (start != kNowhere) {
+      uint16_t* values = static_cast<uint16_t*>(wide) + 8 * static_cast<int64_t>(start);
+      for_each([&](uint32_t nth, uint32_t value, uint32_t) { values[nth] = value; });
     }
   }
   return count;

@@ -25,8 +25,9 @@ __device__ __forceinline__ uint32_t pack_tokens(uint32_t chunks, int token, bool
   uint32_t seen = 0;
   const uint32_t column = column_tile * kColumnTile;
   uint32_t* words = segment_of(out, token, column_tile, column_tiles);
-  __nv_bfloat16* wide = static_cast<__nv_bfloat16*>(out.wide) + token * n + column;
-  const uint32_t count = pack_four_rows<kApart>(chunks, some, lane, column, n, column_tiles, words, wide, seen);
+  const uint32_t count = pack_four_rows<kApart>(
+      chunks, some, lane, column, n, column_tiles, words, out.wide,
+      [&](uint32_t) { return own_values(token, n, column); }, seen);
   const bool tells = some && lane % 8 == 0;
   if (tells) {
     words[0] = count;

@@ -1,8 +1,9 @@
 // Packs a gate product that is already in memory, for 65 to 1,535 tokens. With so few tokens, there are too few of
 // gate_pack's large tiles to occupy all SMs, so the caller's library multiplies faster.
 //
-// The product z is in Packed::wide, bf16 [M, N]. The values of wide segments belong there too, so in wide segments
-// relu(z) replaces z. A CTA has 128 tokens of one column tile; each of its warps packs four rows at a time.
+// The product z is in Packed::wide, bf16 [M, N]. The values of wide segments belong there too, so the nonzeros of a wide
+// segment replace its z. A CTA has 128 tokens of one column tile; each of its warps packs four rows at a time, and has
+// read all that it packs before it writes.
 //
 // Numerics: z is the library's result in bf16, and relu(z) is exact. Everything else is as in gate_pack.
 #pragma once
@@ -29,7 +30,7 @@ __global__ void __launch_bounds__(kThreads, 2) pack_product_kernel(int64_t m, in
   const int token_tile = blockIdx.x / column_tiles, column_tile = blockIdx.x % column_tiles;
   const int64_t first_row = static_cast<int64_t>(token_tile) * kTokenTile + 4 * warp + lane / 8;
   const uint32_t first = column_tile * kColumnTile;
-  __nv_bfloat16* values = static_cast<__nv_bfloat16*>(out.wide);
+  const __nv_bfloat16* values = static_cast<const __nv_bfloat16*>(out.wide);
   if (threadIdx.x < kColumnTile / 32) fired[threadIdx.x] = 0;
   if (threadIdx.x == 0) nonzeros = wide_segments = 0;
 
@@ -56,8 +57,9 @@ __global__ void __launch_bounds__(kThreads, 2) pack_product_kernel(int64_t m, in
     for (int j = 0; j < 4; ++j) *reinterpret_cast<uint4*>(chunks + 128 * j) = dense::relu(z[step][j]);
     __syncwarp();
     uint32_t* words = segment_of(out, row, column_tile, column_tiles);
-    counts[step] = pack_four_rows(ptx::smem_address(chunks), row < m, lane, first, n, column_tiles, words,
-                                  values + row * n + first, seen);
+    counts[step] = pack_four_rows(
+        ptx::smem_address(chunks), row < m, lane, first, n, column_tiles, words, out.wide,
+        [&](uint32_t) { return own_values(row, n, first); }, seen);
     const bool tells = lane % 8 == 0 && row < m;
     if (tells) words[0] = counts[step];
     const uint32_t all = __reduce_add_sync(~0u, tells ? counts[step] : 0);

@@ -2,8 +2,9 @@
 // could not hold them. It reads g from the packed gate, so it fires exactly what the gate counted, and computes all
 // else densely by mma.sync; it ends at once if no tile left. rest/product.cuh explains how CTAs share the work.
 //
-// A gate product in FP8 that a backward pass follows is the exception: rest_backward has no packed gate, and computes g
-// in bf16. So that both passes use the same g, this kernel then computes g in the same way (RestForward::w_gate).
+// There are two exceptions, in which this kernel computes g in bf16, as rest_backward does, which has no packed gate. A
+// gate product in FP8 that a backward pass follows: so both passes use the same g (RestForward::computes_gate). And a
+// packed gate without the values of some wide segments, because `wide` had no memory left for them (wide_fits).
 //
 // The phases: h = g * u of a group of tokens, as a plane [tokens, N]; then y = h W_d of these tokens; and so on for all
 // groups. The plane is in the memory of TilePlan::rows, which nothing else uses any more, and which determines the
@@ -29,23 +30,26 @@ static_assert(kColumnTile == 2 * kSide, "a tile has half of a segment's columns"
 // Called by all threads. rows: shared memory, written before the last barrier.
 __device__ __forceinline__ void unpack(uint32_t gate, const Packed& packed, const int* rows, int n, int left) {
   const int row = threadIdx.x / kRowThreads, part = threadIdx.x % kRowThreads, token = rows[row];
-  constexpr int kShare = kSide / kRowThreads;  // columns of the row that this thread clears or copies
+  constexpr int kShare = kSide / kRowThreads;  // columns of the row that this thread clears, and fills in a wide segment
   const int column_tiles = (n + kColumnTile - 1) / kColumnTile;
   const uint32_t to = gate + row * (kGatePitch * 2), own = to + part * (kShare * 2);
   const uint32_t* words = segment_of(packed, max(token, 0), left / kColumnTile, column_tiles);
   const uint32_t count = token >= 0 ? words[0] : 0;
-  const bool wide = count >= kTileWords;
 #pragma unroll
-  for (int i = 0; i < kShare; i += 8) {
-    const int column = left + part * kShare + i;
-    uint4 eight = make_uint4(0, 0, 0, 0);
-    if (wide && column < n) {
-      eight = *reinterpret_cast<const uint4*>(bf16(packed.wide) + static_cast<int64_t>(token) * n + column);
-    }
-    ptx::st_shared_v4(own + 2 * i, eight);
-  }
+  for (int i = 0; i < kShare; i += 8) ptx::st_shared_v4(own + 2 * i, make_uint4(0, 0, 0, 0));
   __syncwarp();  // a row's threads are in one warp
-  if (wide) return;
+  if (count >= kTileWords) {
+    const uint32_t* mask = words + word_offset(kSectorWords, column_tiles);
+    const Bf16* value = bf16(packed.wide) + 8 * static_cast<int64_t>(words[1]);
+    const int first = (left % kColumnTile + part * kShare) / 32;  // the first word of the mask for this thread's columns
+    for (int w = 0; w < first; ++w) value += __popc(mask[w]);
+    for (int w = 0; w < kShare / 32; ++w) {
+      for (uint32_t bits = mask[first + w]; bits != 0; bits &= bits - 1, ++value) {
+        ptx::st_shared_u16(own + 2 * (32 * w + __ffs(bits) - 1), __bfloat16_as_ushort(*value));
+      }
+    }
+    return;
+  }
   for (uint32_t i = 1 + part; i <= count; i += kRowThreads) {
     const uint32_t word = words[word_offset(i, column_tiles)], column = (word & 0xffff) - left;
     if (column < kSide) ptx::st_shared_u16(to + column * 2, word >> 16);
@@ -58,6 +62,7 @@ struct Problem {
   int* rows;              // shared memory, [kSide] tokens of a tile's rows
   float* warp_sums;       // shared memory, a sum per warp
   int count;              // tokens
+  bool unpacks;           // whether g is read from the packed gate
 
   // Computes an output tile of h: rows from `top` on, which are rows from `top - first` on of the plane, and neurons
   // from `left` on. partial: where its sum of |h| goes.
@@ -65,7 +70,7 @@ struct Problem {
     const int k = p.k, n = p.n;
     look_up_rows(rows, p.tokens, top, count);
     __syncthreads();
-    if (p.w_gate == nullptr) {
+    if (unpacks) {
       unpack(gate, p.packed, rows, n, left);
     } else {
       Sums z = {};
@@ -123,7 +128,10 @@ __global__ void __launch_bounds__(rest::kThreads, 1) rest_forward_kernel(const R
   ptx::griddepcontrol_wait();
   if (p.totals[kRest] == 0) return;
   const uint32_t stages = ptx::smem_address(raw);
-  const Problem problem = {p, stages, stages + kStagesBytes, rows, warp_sums, p.totals[kRestTokens]};
+  const Problem problem = {p,         stages,
+                           stages + kStagesBytes, rows,
+                           warp_sums, p.totals[kRestTokens],
+                           !p.computes_gate && wide_fits(p.packed)};
   const int all = tiles_of(problem.count), neurons = tiles_of(p.n), across = tiles_of(p.k);
   const int groups = (all + p.group_tiles - 1) / p.group_tiles;
   const auto down_in = [&](int group) { return min(p.group_tiles, all - group * p.group_tiles); };

@@ -24,21 +24,13 @@ constexpr int kMaxGrid = 144;  // maximum number of CTAs, because no sm_90 devic
 // Lists the nonzeros of a wide segment that are among nonzeros first .. first + size - 1 of the row: nonzero first + i
 // goes to list[i], as a packed word. The segment is that of column tile `tile`, and the row has `before` nonzeros in
 // earlier column tiles. Called by all lanes of a warp.
-__device__ __forceinline__ void list_wide(const Packed& packed, int64_t row, int64_t n, int tile, uint32_t before,
+__device__ __forceinline__ void list_wide(const Packed& packed, int64_t row, int tiles, int tile, uint32_t before,
                                           uint32_t first, uint32_t size, uint32_t lane, uint32_t* list) {
-  const uint32_t column = tile * kColumnTile + 8 * lane;
-  uint4 eight = make_uint4(0, 0, 0, 0);
-  if (column < n) {
-    eight = *(reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(packed.wide) + row * n + column));
-  }
-  const uint32_t bits = nonzero_bits(eight);
-  uint32_t at = before + exclusive_scan(__popc(bits), lane) - first;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    if ((bits >> i & 1) == 0) continue;
-    if (at < size) list[at] = pack_word(half_of(eight, i), column + i);
-    ++at;
-  }
+  const WideShare share = load_wide(packed, segment_of(packed, row, tile, tiles), tiles, lane);
+  put_halves(share, tile * kColumnTile, lane, [&](uint32_t half, uint32_t bits) {
+    const uint32_t at = 2 * (before - first) + half;
+    if (at < 2 * size) reinterpret_cast<uint16_t*>(list)[at] = bits;
+  });
 }
 
 // Writes nonzeros first .. last - 1 of the row to list[0..] as packed words, columns ascending. Called by all lanes of a
@@ -91,7 +83,7 @@ __device__ __forceinline__ void list_nonzeros(const Packed& packed, int64_t row,
       }
       for (uint32_t rest = __ballot_sync(~0u, wanted && !fits && lane % 2 == 0); rest != 0; rest &= rest - 1) {
         const int source = __ffs(rest) - 1;
-        list_wide(packed, row, n, start + 16 * b + source / 2, __shfl_sync(~0u, base, source), first, size, lane, list);
+        list_wide(packed, row, tiles, start + 16 * b + source / 2, __shfl_sync(~0u, base, source), first, size, lane, list);
       }
     }
   }

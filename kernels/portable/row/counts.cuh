@@ -44,7 +44,7 @@ __device__ __forceinline__ void list_at_once(const Packed& packed, int64_t row, 
     }
     for (uint32_t rest = __ballot_sync(~0u, wanted && !fits); rest != 0; rest &= rest - 1) {
       const int source = __ffs(rest) - 1;
-      list_wide(packed, row, n, start + source, __shfl_sync(~0u, base, source), first, size, lane, list);
+      list_wide(packed, row, tiles, start + source, __shfl_sync(~0u, base, source), first, size, lane, list);
     }
   }
 }

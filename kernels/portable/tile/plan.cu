@@ -5,7 +5,8 @@
 // nonzeros of all tiles exceed the capacity of `lists`, the fullest tiles leave, so that as many as possible stay (of
 // equally full tiles, the lowest-numbered ones): a tile that leaves gets no blocks, and the overflow path computes its
 // tokens. So which tiles leave does not depend on which of them reserves its part first. Where too many nonzeros are in
-// long rows, of which pack_rows has then stored any, every tile with a long row leaves.
+// long rows, of which pack_rows has then stored any, every tile with a long row leaves. Where too many are in wide
+// segments, of which gate_pack has then stored any values, every tile leaves.
 //
 // A CTA reads its tile's rows three times: to find which neurons fire; to count how many nonzeros each warp has in each
 // block; and to write the nonzeros to the lists. A warp reads its rows as one sequence of quads (16 aligned bytes of a
@@ -92,12 +93,12 @@ __device__ __forceinline__ uint32_t block_scan(uint32_t value, uint32_t* warp_su
 __device__ __forceinline__ bool long_rows_fit(const TilePlan& plan) {
   return static_cast<uint32_t>(plan.totals[kLongWords]) <= plan.long_capacity;
 }
-// Whether the lists can hold all nonzeros. If they cannot, some tiles leave.
+// Whether the lists can hold all nonzeros. If they cannot, some tiles leave. If they can, so can `wide` (engines.cpp).
 __device__ __forceinline__ bool nonzeros_fit(const Packed& packed, const TilePlan& plan) {
   return packed.counters[kNonzeros] <= plan.capacity && long_rows_fit(plan);
 }
 
-constexpr uint32_t kNeverFits = ~0u;  // the fullness of a tile with a long row that may not have been stored
+constexpr uint32_t kNeverFits = ~0u;  // the fullness of a tile with nonzeros that may not have been stored
 
 // Whether this CTA's tile stays, in a call whose lists overflow. Called by all threads of all CTAs. Together, the CTAs
 // first count every tile's nonzeros: each warp draws one tile after another, and the warps that a CTA waits for have
@@ -125,9 +126,9 @@ __device__ __forceinline__ bool tile_stays(const Packed& packed, int64_t m, cons
     }
     __syncwarp();
     count = __reduce_add_sync(~0u, count);
-    is_long = __any_sync(~0u, is_long) && !long_rows_fit(plan);
+    const bool never_fits = (__any_sync(~0u, is_long) && !long_rows_fit(plan)) || !wide_fits(packed);
     if (lane == 0) {
-      plan.fullness[other] = is_long ? kNeverFits : count;
+      plan.fullness[other] = never_fits ? kNeverFits : count;
       ptx::add_release(plan.totals + kTilesCounted, 1);
     }
   }

@@ -6,6 +6,8 @@
 // Long rows reserve their memory by adding to totals[kLongWords]. A long row for which no memory is left is not
 // written; then tile_plan finds that this total exceeds long_capacity, and leaves the whole call to the overflow path.
 //
+// If the packed gate lacks values of wide segments, these are zero here, and the overflow path computes all tokens.
+//
 // Numerics: values are only copied. The location of a long row may differ between runs; no result depends on it.
 #include "common/host.h"
 #include "common/twell.cuh"
@@ -35,17 +37,17 @@ __device__ __forceinline__ Sector load_sector(const Packed& packed, int64_t toke
   return sector;
 }
 
-// Calls put(i, word) for each i with the row's i-th nonzero, columns ascending. Called by all lanes of a warp. sector:
-// the first sector of the row's segment in column tile `lane`.
-template <class Put>
-__device__ __forceinline__ void for_each_of_row(const Packed& packed, int64_t token, int64_t n, int column_tiles,
-                                                uint32_t lane, Sector sector, Put put) {
+// Calls put(i, word) for each i with the row's i-th nonzero, columns ascending; for the nonzeros of wide segments,
+// put_half(2 i, column) and put_half(2 i + 1, value) instead. Called by all lanes of a warp. sector: the first sector of
+// the row's segment in column tile `lane`.
+template <class Put, class PutHalf>
+__device__ __forceinline__ void for_each_of_row(const Packed& packed, int64_t token, int column_tiles, uint32_t lane,
+                                                Sector sector, Put put, PutHalf put_half) {
   uint32_t done = 0;  // nonzeros in the column tiles before `first`
   for (int first = 0;;) {
     const int tile = first + lane;
     const uint32_t count = sector.low.x;
-    const uint32_t before = exclusive_scan(count, lane);
-    uint32_t at = done + before;
+    const uint32_t at = done + exclusive_scan(count, lane);
     const bool fits = count < kTileWords;
     if (fits) {
       for (uint32_t from = 0;;) {
@@ -65,35 +67,26 @@ __device__ __forceinline__ void for_each_of_row(const Packed& packed, int64_t to
     // All lanes together read the wide segments, one after another, with the loads of two in flight.
     for (uint32_t wide = __ballot_sync(~0u, !fits); wide != 0;) {
       constexpr int kLoads = 2;
-      uint4 eight[kLoads];
+      WideShare share[kLoads] = {};
       uint32_t ahead = wide;
 #pragma unroll
-      for (int i = 0; i < kLoads; ++i) {
-        const uint32_t column = (first + __ffs(ahead) - 1) * kColumnTile + 8 * lane;
-        eight[i] = make_uint4(0, 0, 0, 0);
-        if (ahead != 0 && column < n) {
-          const __nv_bfloat16* row = static_cast<const __nv_bfloat16*>(packed.wide) + token * n;
-          eight[i] = *reinterpret_cast<const uint4*>(row + column);
-        }
-        ahead &= ahead - 1;
+      for (int i = 0; i < kLoads; ++i, ahead &= ahead - 1) {
+        if (ahead == 0) break;
+        const int from = __ffs(ahead) - 1;
+        share[i] = load_wide(packed, segment_of(packed, token, first + from, column_tiles), column_tiles, lane);
       }
 #pragma unroll
-      for (int i = 0; i < kLoads; ++i) {
+      for (int i = 0; i < kLoads; ++i, wide &= wide - 1) {
         if (wide == 0) break;
         const int from = __ffs(wide) - 1;
-        const uint32_t column = (first + from) * kColumnTile + 8 * lane;
-        const uint32_t bits = nonzero_bits(eight[i]);
-        const uint32_t to = __shfl_sync(~0u, at, from) + exclusive_scan(__popc(bits), lane);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          if (bits >> j & 1) put(to + __popc(bits & ((1u << j) - 1)), pack_word(half_of(eight[i], j), column + j));
-        }
-        wide &= wide - 1;
+        const uint32_t to = __shfl_sync(~0u, at, from);
+        put_halves(share[i], (first + from) * kColumnTile, lane,
+                   [&](uint32_t half, uint32_t bits) { put_half(2 * to + half, bits); });
       }
     }
     first += 32;
     if (first >= column_tiles) return;
-    done += __shfl_sync(~0u, before + count, 31);
+    done = __shfl_sync(~0u, at + count, 31);
     sector = load_sector(packed, token, column_tiles, first + lane, 0);
   }
 }
@@ -112,7 +105,9 @@ __global__ void __launch_bounds__(kRowsThreads, kRowsCtas)
   uint32_t* own = plan.rows + token * kRowCapacity;
   if (count <= kRowCapacity) {
     uint32_t* row = reinterpret_cast<uint32_t*>(staged[warp]);
-    for_each_of_row(packed, token, n, column_tiles, lane, sector, [&](uint32_t i, uint32_t word) { row[i] = word; });
+    for_each_of_row(
+        packed, token, column_tiles, lane, sector, [&](uint32_t i, uint32_t word) { row[i] = word; },
+        [&](uint32_t i, uint32_t bits) { reinterpret_cast<uint16_t*>(row)[i] = bits; });
     __syncwarp();
     // Whole sectors are stored; words after the last nonzero are undefined.
     for (uint32_t i = lane; i / 2 * 8 < count; i += 32) reinterpret_cast<uint4*>(own)[i] = staged[warp][i];
@@ -124,10 +119,17 @@ __global__ void __launch_bounds__(kRowsThreads, kRowsCtas)
   const int64_t start = m * kRowCapacity + before;
   if (lane == 0) own[kRowCapacity - 1] = start;
   const bool fits = static_cast<int64_t>(before) + count <= plan.long_capacity;
-  for_each_of_row(packed, token, n, column_tiles, lane, sector, [&](uint32_t i, uint32_t word) {
-    if (i < kRowCapacity - 1) own[i] = word;
-    if (fits) plan.rows[start + i] = word;
-  });
+  uint32_t* whole = plan.rows + start;
+  for_each_of_row(
+      packed, token, column_tiles, lane, sector,
+      [&](uint32_t i, uint32_t word) {
+        if (i < kRowCapacity - 1) own[i] = word;
+        if (fits) whole[i] = word;
+      },
+      [&](uint32_t i, uint32_t bits) {
+        if (i / 2 < kRowCapacity - 1) reinterpret_cast<uint16_t*>(own)[i] = bits;
+        if (fits) reinterpret_cast<uint16_t*>(whole)[i] = bits;
+      });
 }
 
 }  // namespace

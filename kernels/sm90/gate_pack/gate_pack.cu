@@ -40,14 +40,14 @@ __global__ void __launch_bounds__(kThreads, 1)
     const uint32_t column = of.column_tile * kColumnTile;
     uint32_t seen = 0;
     uint32_t* words = segment_of(out, row0, of.column_tile, column_tiles);
-    __nv_bfloat16* wide = static_cast<__nv_bfloat16*>(out.wide) + row0 * n + column;
+    const auto reserve = [&](uint32_t count) { return reserve_values(out, count, lane); };
     const int row_words = column_tiles * kTileWords;
 #pragma unroll 1
     for (int step = 4 * warp; step < of.rows; step += 4 * kFinishWarps) {
       const int row = step + lane / 8;
       const uint32_t count =
           pack_four_rows(memory.tile + tile_offset(row, lane % 8), row < of.rows, lane, column, n, column_tiles,
-                         words + static_cast<int64_t>(row) * row_words, wide + row * n, seen);
+                         words + static_cast<int64_t>(row) * row_words, out.wide, reserve, seen);
       if (lane % 8 == 0 && row < of.rows) {
         words[static_cast<int64_t>(row) * row_words] = count;
         if (count != 0) atomicAdd(out.row_counts + row0 + row, static_cast<int>(count));
@@ -73,6 +73,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 template <class Scales>
 cudaError_t pack_tiles(const void* x, const void* w, int64_t m, int64_t k, int64_t n, const Packed& out,
                        const Scales& scales, cudaStream_t stream) {
+  if (out.wide_values / 8 > kNowhere) return cudaErrorInvalidValue;  // units of eight values are counted in uint32
   CUtensorMap x_map, w_map;
   cudaError_t error = tensor_map(&x_map, x, m, k, kTileM);
   if (error == cudaSuccess) error = tensor_map(&w_map, w, n, k, kTileN / 2);
