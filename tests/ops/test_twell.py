@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sparsellm.ops import twell
-from sparsellm.ops.twell import COLUMN_TILE, SECTOR_WORDS, TOKEN_TILE, WORDS, pack, segments, tiles, unpack
+from sparsellm.ops.twell import COLUMN_TILE, SECTOR_WORDS, TOKEN_TILE, UNIT, WORDS, pack, segments, tiles, unpack
 
 ENGINES_H = Path(__file__).parents[2] / "kernels" / "engines.h"
 HEIGHTS = (0, 1, 127, 129)
@@ -24,13 +24,14 @@ def poisoned(packed):
     counts = words[..., :1]
     fits = counts < WORDS
     position = torch.arange(words.shape[2])
-    defined = ((position == 0) | (fits & (position <= counts))).unflatten(2, (-1, SECTOR_WORDS)).transpose(1, 2)
-    full = ~fits.expand(-1, -1, COLUMN_TILE).reshape(len(packed.wide), counts.shape[1] * COLUMN_TILE)[
-        :, : packed.wide.shape[1]
-    ]
-    return packed._replace(
-        words=torch.where(defined, packed.words, -1), wide=torch.where(full, packed.wide, float("nan"))
-    )
+    of_wide = (position == 1) | (position // SECTOR_WORDS == 1)
+    defined = (position == 0) | torch.where(fits, position <= counts, of_wide)
+    defined = defined.unflatten(2, (-1, SECTOR_WORDS)).transpose(1, 2)
+    wide = torch.full_like(packed.wide, float("nan"))
+    for segment in words[~fits[..., 0]].tolist():
+        first, count = segment[1] * UNIT, segment[0]
+        wide[first : first + count] = packed.wide[first : first + count]
+    return packed._replace(words=torch.where(defined, packed.words, -1), wide=wide)
 
 
 def check(h):
@@ -38,7 +39,7 @@ def check(h):
     slots = WORDS - 1
     packed = pack(h)
     assert packed.words.shape == (m, (slots + 1) // 8, tiles(n, COLUMN_TILE), 8)
-    assert packed.wide.shape == (m, n)
+    assert packed.wide.shape == (m * n,)
     assert packed.mask.shape == (tiles(m, TOKEN_TILE), tiles(n, COLUMN_TILE) * 8)
     dtypes = [t.dtype for t in packed]
     assert dtypes == [torch.int32, torch.bfloat16, torch.int32, torch.int32, torch.bool, *[torch.int64] * 3]
@@ -104,7 +105,45 @@ def test_an_overfull_tile_is_kept_and_counted():
     packed = check(h)
     assert packed.wide_segments == 1
     assert segments(packed.words)[:, 1, 0].tolist() == [32, 31]
-    assert torch.equal(packed.wide[0, 256:288], h[0, 256:288])
+    assert torch.equal(packed.wide[:32], h[0, 256:288])
+
+
+def test_wide_segments_take_whole_units_and_have_a_mask_of_their_columns():
+    h = torch.zeros(3, 520, dtype=torch.bfloat16)
+    h[0, 1:34] = torch.arange(1, 34)  # 33 values take five units of eight
+    h[1, :31] = 1  # not wide
+    h[2, 256:512] = torch.arange(2, 258)
+    packed = check(h)
+    words = segments(packed.words)
+    assert words[0, 0, :2].tolist() == [33, 0]
+    assert words[0, 0, 8:16].tolist() == [-2, 3, 0, 0, 0, 0, 0, 0]
+    assert words[2, 1, :2].tolist() == [256, 5]
+    assert words[2, 1, 8:16].tolist() == [-1] * 8
+    assert torch.equal(packed.wide[:33], h[0, 1:34])
+    assert torch.equal(packed.wide[40:296], h[2, 256:512])
+
+
+def test_values_of_wide_segments_may_be_stored_in_any_order():
+    h = heavy_tailed(9, 1000, 1.0)
+    packed = pack(h)
+    words = segments(packed.words).clone()
+    is_wide = words[..., 0] >= WORDS
+    assert is_wide.sum() > 9
+    units = tiles(words[..., 0][is_wide], UNIT)
+    starts = units.flip(0).cumsum(0).flip(0) - units  # the last segment first
+    moved = torch.full_like(packed.wide, float("nan"))
+    for count, old, new in zip(units * UNIT, words[..., 1][is_wide], starts, strict=True):
+        moved[new * UNIT : new * UNIT + count] = packed.wide[old * UNIT : old * UNIT + count]
+    words[..., 1][is_wide] = starts.int()
+    words = words.unflatten(2, (-1, SECTOR_WORDS)).transpose(1, 2)
+    assert torch.equal(bits(unpack(packed._replace(words=words, wide=moved), 1000)), bits(h))
+
+
+@pytest.mark.parametrize("capacity", [128, 12_800])
+def test_wide_segments_fit_where_all_nonzeros_fit_in_the_lists(capacity):
+    """The tile engine has memory for capacity + capacity / 4 values (kernels/portable/engines.cpp: wide_values_of)."""
+    for count in range(WORDS, COLUMN_TILE + 1):
+        assert capacity // count * tiles(count, UNIT) * UNIT <= capacity + capacity // 4
 
 
 def test_columns_ascend_and_count_from_the_start_of_the_row():

@@ -26,11 +26,17 @@ constexpr int kMaxGrid = 144;  // maximum number of CTAs, because no sm_90 devic
 // earlier column tiles. Called by all lanes of a warp.
 __device__ __forceinline__ void list_wide(const Packed& packed, int64_t row, int tiles, int tile, uint32_t before,
                                           uint32_t first, uint32_t size, uint32_t lane, uint32_t* list) {
-  const WideShare share = load_wide(packed, segment_of(packed, row, tile, tiles), tiles, lane);
-  put_halves(share, tile * kColumnTile, lane, [&](uint32_t half, uint32_t bits) {
-    const uint32_t at = 2 * (before - first) + half;
-    if (at < 2 * size) reinterpret_cast<uint16_t*>(list)[at] = bits;
-  });
+  const uint32_t* words = segment_of(packed, row, tile, tiles);
+  const uint32_t bits = reinterpret_cast<const uint8_t*>(words + word_offset(kSectorWords, tiles))[lane];
+  const uint32_t nth = exclusive_scan(__popc(bits), lane);
+  const uint16_t* value = static_cast<const uint16_t*>(packed.wide) + 8 * static_cast<int64_t>(words[1]) + nth;
+  uint32_t at = before + nth - first;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    if ((bits >> i & 1) == 0) continue;
+    if (at < size) list[at] = pack_word(*value, tile * kColumnTile + 8 * lane + i);
+    ++at, ++value;
+  }
 }
 
 // Writes nonzeros first .. last - 1 of the row to list[0..] as packed words, columns ascending. Called by all lanes of a

@@ -37,6 +37,39 @@ __device__ __forceinline__ Sector load_sector(const Packed& packed, int64_t toke
   return sector;
 }
 
+// A lane's share of a wide segment.
+struct WideShare {
+  uint32_t count;  // nonzeros of the segment
+  uint32_t bits;   // bit i: column 8 lane + i of the segment is not zero
+  uint4 values;    // nonzeros 8 lane .. 8 lane + 7 of the segment, as far as it has as many; zero if they are nowhere
+};
+
+__device__ __forceinline__ WideShare load_wide(const Packed& packed, const uint32_t* words, int column_tiles,
+                                               uint32_t lane) {
+  const uint2 head = *reinterpret_cast<const uint2*>(words);
+  WideShare share = {head.x, reinterpret_cast<const uint8_t*>(words + word_offset(kSectorWords, column_tiles))[lane]};
+  if (8 * lane < head.x && head.y != kNowhere) {
+    share.values = static_cast<const uint4*>(packed.wide)[static_cast<uint64_t>(head.y) + lane];
+  }
+  return share;
+}
+
+// Writes a wide segment as packed words, each in two halves: half 2 i of a list is the column of its word i, and half
+// 2 i + 1 the value. So no lane waits for its values' columns. Calls put(half, bits) with halves of the segment's own
+// list; column: that of the segment's first value. Called by all lanes of a warp.
+template <class Put>
+__device__ __forceinline__ void put_halves(const WideShare& share, uint32_t column, uint32_t lane, Put put) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    if (8 * lane + i < share.count) put(2 * (8 * lane + i) + 1, half_of(share.values, i));
+  }
+  const uint32_t before = exclusive_scan(__popc(share.bits), lane);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    if (share.bits >> i & 1) put(2 * (before + __popc(share.bits & ((1u << i) - 1))), column + 8 * lane + i);
+  }
+}
+
 // Calls put(i, word) for each i with the row's i-th nonzero, columns ascending; for the nonzeros of wide segments,
 // put_half(2 i, column) and put_half(2 i + 1, value) instead. Called by all lanes of a warp. sector: the first sector of
 // the row's segment in column tile `lane`.
