@@ -110,8 +110,8 @@ cudaError_t row_forward(const Layer& layer, const Multiply& multiply, void* work
 struct TileShape {
   int64_t m, k, n;
   bool gated;
-  int64_t capacity;       // nonzeros that the lists hold; of a batch with more, some tiles take the overflow path, or all
-                          // tiles if its wide segments alone have too many
+  int64_t capacity;       // nonzeros that the lists hold; of a batch with more, some tiles take the overflow path (all
+                          // tiles, if in addition a quarter of M N, or more, is in wide segments)
   int64_t long_capacity;  // how many of these nonzeros may be in rows of more than 512 nonzeros
   bool ordered;           // tokens are reordered, so that the tokens of a tile fire similar neurons
 };

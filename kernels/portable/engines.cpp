@@ -75,12 +75,13 @@ struct Kept {
 // Whether some batch has more nonzeros than the lists hold.
 bool can_overflow(const TileShape& s) { return std::min(s.capacity, s.long_capacity) < s.m * s.n; }
 
-// How many values of wide segments the tile engine has memory for. A wide segment of c nonzeros, which are at least 32,
-// takes c rounded up to a multiple of eight, which is at most c + c / 4. So all of them fit wherever all nonzeros fit in
-// the lists. The kernels for few tokens reserve nothing (gate_pack/pack.cuh).
+// How many values of wide segments the tile engine has memory for: as many as fit in the memory of the words, M N / 4,
+// or more, if the lists hold so many nonzeros that this may be too few. A wide segment has at least 32 nonzeros, and
+// takes their number rounded up to a multiple of eight, at most a quarter more. So wherever all nonzeros fit in the
+// lists, all wide segments fit. The kernels for few tokens reserve no memory (common/twell.cuh).
 int64_t wide_values_of(const TileShape& s) {
   const int64_t all = s.m * s.n;
-  return s.m <= kFewTokens ? all : std::min(all, s.capacity + s.capacity / 4);
+  return s.m <= kFewTokens ? all : std::min(all, std::max(all / 4, s.capacity + s.capacity / 4));
 }
 
 // Buffers that only the tile engine's forward pass needs.

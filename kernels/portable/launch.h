@@ -38,8 +38,7 @@ constexpr int kRowCapacity = 512;  // words per token in TilePlan::rows; a token
 //   kUnion         neurons that fire in each token tile, summed over the tiles
 //   kRestTiles     token tiles that the overflow path computed
 //   kDrawn         units of work that the current kernel has handed out; other kernels do not read it
-//   kWideUnits     units of eight values that gate_pack's kernels for many tokens have reserved in Packed::wide, or have
-//                  wanted to: the values of all wide segments are there unless these units exceed it (twell.cuh)
+//   kWideUnits     units of eight values that the wide segments of more than kFewTokens tokens need in Packed::wide
 enum Counter {
   kNonzeros = 0,
   kWideSegments = 1,
@@ -54,10 +53,10 @@ enum Counter {
 // The packed gate of M tokens, TwELL: kernels/README.md has the format and an example.
 struct Packed {
   uint32_t* words;      // [M, W / 8, NT, 8] each segment's W words, eight of them contiguous: word 0 is the count, the
-                        // next are bf16 value << 16 | uint16 column, columns ascending. If the segment is wide (more
-                        // than W - 1 nonzeros), word 1 is where its values are, words 8 to 15 are the mask of its columns
+                        // next are bf16 value << 16 | uint16 column, columns ascending. Of a wide segment (more than
+                        // W - 1 nonzeros), word 1 tells where its values are, and words 8 to 15 are a mask of columns
   void* wide;           // bf16 [wide_values], 16-byte aligned: the nonzeros of the wide segments
-  int64_t wide_values;  // multiple of eight. If it is less than M N, it may be too few (twell.cuh: wide_fits)
+  int64_t wide_values;  // if less than M N, it may be too few (twell.cuh: wide_fits)
   uint32_t* mask;       // [MT, NT * 8] bit n of a row: neuron n fires for some token of the tile
   int32_t* row_counts;  // [M] nonzeros of each token. For up to kCountedTokens tokens, the counts of the segments
                         // follow (twell.cuh: tile_counts), so the array has (1 + NT / 2) kCountedTokens entries
@@ -127,8 +126,8 @@ cudaError_t gate_pack(const void* x, const void* w, const Float8Scales* float8, 
 cudaError_t gate_pack_float8(const Float8Gate& gate, int64_t m, int64_t k, int64_t n, const Packed& out, int64_t zeroed,
                              cudaStream_t stream);
 
-// Packs a gate whose product x w^T is already in out.wide, which has M N values. Used from 65 to 1,535 tokens, for which the
-// caller's library multiplies faster than gate_pack. `zeroed`: as in gate_pack.
+// Packs a gate whose product x w^T is already in out.wide, which has M N values. Used from 65 to 1,535 tokens, for which
+// the caller's library multiplies faster than gate_pack. `zeroed`: as in gate_pack.
 constexpr bool packs_product(int64_t m) { return m > kFewTokens && m < kManyTokens; }
 cudaError_t pack_product(const Packed& out, int64_t m, int64_t n, int64_t zeroed, cudaStream_t stream);
 
@@ -247,8 +246,8 @@ cudaError_t row_ffn(const void* x, const void* w_up, const void* w_down_t, const
                     cudaStream_t stream);
 
 // The overflow path: y and l1 of the tokens of the tiles that left the tile engine, densely; does nothing if there are
-// none. Adds to l1 what tile_up has written for all other tokens. g is read from the packed gate or, if computes_gate is
-// set or the packed gate lacks values of wide segments, computed from x and w_gate in bf16, with the bits of
+// none. Adds to l1 what tile_up has written for all other tokens. g is read from the packed gate or, if computes_gate
+// is set or the packed gate lacks values of wide segments, computed from x and w_gate in bf16, with the bits of
 // rest_backward's g.
 struct RestForward {
   const int32_t *totals, *tokens;  // totals and rest_tokens of the tile plan

@@ -9,9 +9,9 @@ the whole row. A token whose neurons 3, 200 and 300 fire has the segments `2, v3
 tile 0 and `1, v300 << 16 | 300` in column tile 1. A value is nonzero if a bit other than the sign is set: NaN counts,
 -0.0 does not.
 
-A segment with more than W - 1 nonzeros is wide. Its nonzeros are contiguous in `wide`, columns ascending; word 1 says
-where, in units of UNIT values, and a bit of words 8 to 15 is set for each of their columns. A segment takes whole units,
-and segments may be stored in any order. Everything else is undefined.
+A segment with more than W - 1 nonzeros is wide. Its values are contiguous in `wide`, columns ascending, from value UNIT
+times word 1 on; bit c of words 8 to 15 is set if its column c is not zero. It takes a multiple of UNIT values, and
+segments may be in any order. Everything else is undefined.
 
 A token's words are stored eight at a time: words 0 to 7 of all its segments, then words 8 to 15 of all, and so on. Few
 segments have more than seven nonzeros, so the memory read for a token is mostly contiguous.
@@ -88,8 +88,8 @@ def pack(h: Tensor) -> PackedGate:
     active = active.view(m, width)
     of_tiles = F.pad(active, (0, 0, 0, token_tiles * TOKEN_TILE - m)).view(token_tiles, TOKEN_TILE, width).any(1)
     return PackedGate(
-        words.contiguous(), wide.view(torch.bfloat16), _mask(of_tiles), counts.sum(1, dtype=torch.int32), active.any(0)[:n],
-        counts.sum(), (~fits).sum(), of_tiles.sum(),
+        words.contiguous(), wide.view(torch.bfloat16), _mask(of_tiles), counts.sum(1, dtype=torch.int32),
+        active.any(0)[:n], counts.sum(), (~fits).sum(), of_tiles.sum(),
     )  # fmt: skip
 
 

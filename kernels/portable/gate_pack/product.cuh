@@ -1,8 +1,8 @@
 // Packs a gate product that is already in memory, for 65 to 1,535 tokens. With so few tokens, there are too few of
 // gate_pack's large tiles to occupy all SMs, so the caller's library multiplies faster.
 //
-// The product z is in Packed::wide, bf16 [M, N]. The values of wide segments belong there too, so the nonzeros of a wide
-// segment replace its z. A CTA has 128 tokens of one column tile; each of its warps packs four rows at a time, and has
+// The product z is in Packed::wide, bf16 [M, N]. The values of wide segments belong there too, so a wide segment's
+// nonzeros replace its z. A CTA has 128 tokens of one column tile; each of its warps packs four rows at a time, and has
 // read all that it packs before it writes.
 //
 // Numerics: z is the library's result in bf16, and relu(z) is exact. Everything else is as in gate_pack.

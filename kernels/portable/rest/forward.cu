@@ -30,7 +30,7 @@ static_assert(kColumnTile == 2 * kSide, "a tile has half of a segment's columns"
 // Called by all threads. rows: shared memory, written before the last barrier.
 __device__ __forceinline__ void unpack(uint32_t gate, const Packed& packed, const int* rows, int n, int left) {
   const int row = threadIdx.x / kRowThreads, part = threadIdx.x % kRowThreads, token = rows[row];
-  constexpr int kShare = kSide / kRowThreads;  // columns of the row that this thread clears, and fills in a wide segment
+  constexpr int kShare = kSide / kRowThreads;  // columns that this thread clears, and of a wide segment also fills
   const int column_tiles = (n + kColumnTile - 1) / kColumnTile;
   const uint32_t to = gate + row * (kGatePitch * 2), own = to + part * (kShare * 2);
   const uint32_t* words = segment_of(packed, max(token, 0), left / kColumnTile, column_tiles);
@@ -41,7 +41,7 @@ __device__ __forceinline__ void unpack(uint32_t gate, const Packed& packed, cons
   if (count >= kTileWords) {
     const uint32_t* mask = words + word_offset(kSectorWords, column_tiles);
     const Bf16* value = bf16(packed.wide) + 8 * static_cast<int64_t>(words[1]);
-    const int first = (left % kColumnTile + part * kShare) / 32;  // the first word of the mask for this thread's columns
+    const int first = (left % kColumnTile + part * kShare) / 32;  // the mask's first word of this thread's columns
     for (int w = 0; w < first; ++w) value += __popc(mask[w]);
     for (int w = 0; w < kShare / 32; ++w) {
       for (uint32_t bits = mask[first + w]; bits != 0; bits &= bits - 1, ++value) {
@@ -128,10 +128,8 @@ __global__ void __launch_bounds__(rest::kThreads, 1) rest_forward_kernel(const R
   ptx::griddepcontrol_wait();
   if (p.totals[kRest] == 0) return;
   const uint32_t stages = ptx::smem_address(raw);
-  const Problem problem = {p,         stages,
-                           stages + kStagesBytes, rows,
-                           warp_sums, p.totals[kRestTokens],
-                           !p.computes_gate && wide_fits(p.packed)};
+  const bool unpacks = !p.computes_gate && wide_fits(p.packed);
+  const Problem problem = {p, stages, stages + kStagesBytes, rows, warp_sums, p.totals[kRestTokens], unpacks};
   const int all = tiles_of(problem.count), neurons = tiles_of(p.n), across = tiles_of(p.k);
   const int groups = (all + p.group_tiles - 1) / p.group_tiles;
   const auto down_in = [&](int group) { return min(p.group_tiles, all - group * p.group_tiles); };

@@ -89,7 +89,8 @@ __device__ __forceinline__ void list_nonzeros(const Packed& packed, int64_t row,
       }
       for (uint32_t rest = __ballot_sync(~0u, wanted && !fits && lane % 2 == 0); rest != 0; rest &= rest - 1) {
         const int source = __ffs(rest) - 1;
-        list_wide(packed, row, tiles, start + 16 * b + source / 2, __shfl_sync(~0u, base, source), first, size, lane, list);
+        const uint32_t of_source = __shfl_sync(~0u, base, source);
+        list_wide(packed, row, tiles, start + 16 * b + source / 2, of_source, first, size, lane, list);
       }
     }
   }

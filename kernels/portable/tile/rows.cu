@@ -71,8 +71,8 @@ __device__ __forceinline__ void put_halves(const WideShare& share, uint32_t colu
 }
 
 // Calls put(i, word) for each i with the row's i-th nonzero, columns ascending; for the nonzeros of wide segments,
-// put_half(2 i, column) and put_half(2 i + 1, value) instead. Called by all lanes of a warp. sector: the first sector of
-// the row's segment in column tile `lane`.
+// put_half(2 i, column) and put_half(2 i + 1, value) instead. Called by all lanes of a warp. sector: the first sector
+// of the row's segment in column tile `lane`.
 template <class Put, class PutHalf>
 __device__ __forceinline__ void for_each_of_row(const Packed& packed, int64_t token, int column_tiles, uint32_t lane,
                                                 Sector sector, Put put, PutHalf put_half) {
