@@ -77,7 +77,7 @@ def pack(h: Tensor) -> PackedGate:
     words[..., 0] = counts
 
     full = active[~fits]  # [wide segments, 256]
-    units = tiles(counts[~fits], UNIT)
+    units = (counts[~fits] + UNIT - 1) // UNIT
     starts = units.cumsum(0) - units
     words[..., 1][~fits] = starts.to(torch.int32)
     words[..., SECTOR_WORDS : 2 * SECTOR_WORDS][~fits] = _mask(full)

@@ -54,9 +54,9 @@ __device__ __forceinline__ WideShare load_wide(const Packed& packed, const uint3
   return share;
 }
 
-// Writes a wide segment as packed words, each in two halves: half 2 i of a list is the column of its word i, and half
-// 2 i + 1 the value. So no lane waits for its values' columns. Calls put(half, bits) with halves of the segment's own
-// list; column: that of the segment's first value. Called by all lanes of a warp.
+// Writes a wide segment as packed words, each in two halves: half 2 i of the segment's list is the column of its word
+// i, and half 2 i + 1 the value. So a lane may have other columns than those of its values, and load both at once. Calls
+// put(half, bits). column: the first column of the segment. Called by all lanes of a warp.
 template <class Put>
 __device__ __forceinline__ void put_halves(const WideShare& share, uint32_t column, uint32_t lane, Put put) {
 #pragma unroll
