@@ -55,8 +55,8 @@ __device__ __forceinline__ WideShare load_wide(const Packed& packed, const uint3
 }
 
 // Writes a wide segment as packed words, each in two halves: half 2 i of the segment's list is the column of its word
-// i, and half 2 i + 1 the value. So a lane may have other columns than those of its values, and load both at once. Calls
-// put(half, bits). column: the first column of the segment. Called by all lanes of a warp.
+// i, and half 2 i + 1 the value. So a lane's columns need not be those of its values, and it loads both at once. Calls
+// put(half, bits). column: the segment's first column. Called by all lanes of a warp.
 template <class Put>
 __device__ __forceinline__ void put_halves(const WideShare& share, uint32_t column, uint32_t lane, Put put) {
 #pragma unroll
