@@ -126,8 +126,8 @@ cudaError_t gate_pack(const void* x, const void* w, const Float8Scales* float8, 
 cudaError_t gate_pack_float8(const Float8Gate& gate, int64_t m, int64_t k, int64_t n, const Packed& out, int64_t zeroed,
                              cudaStream_t stream);
 
-// Packs a gate whose product x w^T is already in out.wide, which has M N values. Used from 65 to 1,535 tokens, for which
-// the caller's library multiplies faster than gate_pack. `zeroed`: as in gate_pack.
+// Packs a gate whose product x w^T is already in out.wide, of M N values. Used from 65 to 1,535 tokens, for which the
+// caller's library multiplies faster than gate_pack. `zeroed`: as in gate_pack.
 constexpr bool packs_product(int64_t m) { return m > kFewTokens && m < kManyTokens; }
 cudaError_t pack_product(const Packed& out, int64_t m, int64_t n, int64_t zeroed, cudaStream_t stream);
 
