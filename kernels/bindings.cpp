@@ -38,8 +38,8 @@ Tensor made_by(const char* what, Make make) {
   throw std::runtime_error(std::string("sparsellm_cuda: torch could not ") + what);
 }
 
-// One call of an operator: its device, its stream, its name for error messages, and its memory allocation.
-class Call {
+// One call of an operator: its device, its stream, its name for error messages, its memory allocation, and products.
+class Call final : public sparsellm::Multiply {
  public:
   Call(const char* op, const Tensor& first) : op_(op), device_(first.get_device_index()), guard_(device_) {
     if (aoti_torch_get_current_cuda_stream(device_, &stream_) != AOTI_TORCH_SUCCESS) refuse(op_, "no CUDA stream");
@@ -76,13 +76,11 @@ class Call {
   }
 
   // Multiplies two matrices with cuBLAS, called in the same way as by torch.mm and torch.addmm.
-  sparsellm::Multiply multiply() const {
-    return [this](const sparsellm::Matrix& a, const sparsellm::Matrix& b, void* out, bool add) {
-      const Tensor left = view(a), right = view(b), to = view({out, a.rows, b.columns, false});
-      const auto error = add ? aoti_torch_cuda_addmm_out(to.get(), to.get(), left.get(), right.get(), 1, 1)
-                             : aoti_torch_cuda_mm_out(to.get(), left.get(), right.get());
-      if (error != AOTI_TORCH_SUCCESS) refuse(op_, "torch could not multiply two matrices");
-    };
+  void operator()(const sparsellm::Matrix& a, const sparsellm::Matrix& b, void* out, bool add) const override {
+    const Tensor left = view(a), right = view(b), to = view({out, a.rows, b.columns, false});
+    const auto error = add ? aoti_torch_cuda_addmm_out(to.get(), to.get(), left.get(), right.get(), 1, 1)
+                           : aoti_torch_cuda_mm_out(to.get(), left.get(), right.get());
+    if (error != AOTI_TORCH_SUCCESS) refuse(op_, "torch could not multiply two matrices");
   }
 
   cudaStream_t stream() const { return static_cast<cudaStream_t>(stream_); }
@@ -185,7 +183,7 @@ std::vector<Tensor> row_results(const Call& call, const Layer& a, const Tensor& 
   const auto counted = counting ? std::optional<Statistics>(std::in_place, call, a.n) : std::nullopt;
   void* behind = static_cast<char*>(workspace.data_ptr()) + own;
   const auto result = counting ? counted->result(y.data_ptr()) : with_statistics_in(behind, a.n, y.data_ptr());
-  call.check(sparsellm::row_forward(a, call.multiply(), workspace.data_ptr(), result, call.stream()));
+  call.check(sparsellm::row_forward(a, call, workspace.data_ptr(), result, call.stream()));
   return counting ? std::vector{y, counted->l1, counted->fired, counted->counts()} : std::vector{y};
 }
 
@@ -305,7 +303,7 @@ Results dense_forward(Tensor x, OptionalTensor w_gate, Tensor w_up, Tensor w_dow
   const Statistics counted(call, a.n, counting || fused);
   const Tensor saved = call.bytes(saving ? sparsellm::dense_saved_bytes(a) : 0);
   const Tensor workspace = call.bytes(sparsellm::dense_workspace_bytes(a, fused, saving));
-  call.check(sparsellm::dense_forward(a, call.data(w_down), fused, call.multiply(), workspace.data_ptr(),
+  call.check(sparsellm::dense_forward(a, call.data(w_down), fused, call, workspace.data_ptr(),
                                       saving ? saved.data_ptr() : nullptr, counted.result(y.data_ptr()),
                                       call.stream()));
   return {y, counted.l1, counted.fired, counted.counts(), saved};
@@ -321,9 +319,8 @@ std::vector<Tensor> dense_backward(Tensor x, OptionalTensor w_gate, Tensor w_up,
   }
   const Made made(call, a, false);
   const Tensor workspace = call.bytes(sparsellm::dense_backward_workspace_bytes(a));
-  call.check(sparsellm::dense_backward(a, call.data(w_down), fused, call.multiply(), call.data(dy),
-                                       call.data<float>(dl1), call.data(saved), workspace.data_ptr(), made.gradients(),
-                                       call.stream()));
+  call.check(sparsellm::dense_backward(a, call.data(w_down), fused, call, call.data(dy), call.data<float>(dl1),
+                                       call.data(saved), workspace.data_ptr(), made.gradients(), call.stream()));
   return made.tensors;
 }
 

@@ -14,7 +14,6 @@
 
 #include <cstdint>
 #include <cuda_runtime_api.h>
-#include <functional>
 
 namespace sparsellm {
 
@@ -96,8 +95,14 @@ struct Matrix {
   int64_t rows, columns;
   bool by_column;
 };
-// Computes out = a b, or out = out + a b if `add` is true. `out` is stored row by row. May throw.
-using Multiply = std::function<void(const Matrix& a, const Matrix& b, void* out, bool add)>;
+class Multiply {
+ public:
+  // Computes out = a b, or out = out + a b if `add` is true. `out` is stored row by row. May throw.
+  virtual void operator()(const Matrix& a, const Matrix& b, void* out, bool add) const = 0;
+
+ protected:
+  ~Multiply() = default;
+};
 
 // The row engine multiplies each token by the weight rows of only those neurons that fire for the token. It has no
 // backward pass.

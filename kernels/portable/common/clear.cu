@@ -1,8 +1,6 @@
 // clear: see clear.cuh.
 #include "common/clear.cuh"
 
-#include <algorithm>
-
 #include "common/ptx.cuh"
 
 namespace sparsellm {
@@ -24,7 +22,7 @@ __global__ void clear_kernel(int32_t* row_counts, int64_t rows, uint64_t* fired,
 
 cudaError_t clear(int32_t* row_counts, int64_t rows, uint8_t* fired, int64_t fired_octets, int64_t* counters,
                   int64_t count, bool early, cudaStream_t stream) {
-  return launch_with(early, clear_kernel, ceil_div(std::max({rows, fired_octets, count}), kClearThreads), kClearThreads,
+  return launch_with(early, clear_kernel, ceil_div(max(max(rows, fired_octets), count), kClearThreads), kClearThreads,
                      0, 1, stream, row_counts, rows, reinterpret_cast<uint64_t*>(fired), fired_octets, counters, count);
 }
 

@@ -17,7 +17,6 @@
 // Ties go to the lowest index, and all sums are of integers, so the result is the same in every run. An overlap is
 // counted in a byte. So in a row with more than 255 nonzeros, only every other group of sixteen is counted, twice, and
 // only the first 495 nonzeros of a row are read.
-#include <algorithm>
 #include <type_traits>
 
 #include "common/host.h"
@@ -43,7 +42,7 @@ int64_t lay_out(Order& order, int64_t m, int64_t n, void* workspace) {
   order.m = m;
   order.n = static_cast<int>(n);
   order.chunks = static_cast<int>(ceil_div(m, kChunk));
-  order.ranges = static_cast<int>(std::max<int64_t>(ceil_div(n, kMaxRange), kMinParts / order.chunks));
+  order.ranges = static_cast<int>(max(ceil_div(n, kMaxRange), static_cast<int64_t>(kMinParts / order.chunks)));
   order.range = static_cast<int>(ceil_div(ceil_div(n, order.ranges), 128) * 128);
   order.words = static_cast<int>(ceil_div(n, 128) * 4);
   int64_t bytes = 0;
@@ -78,7 +77,7 @@ cudaError_t token_order(const uint32_t* rows, const int32_t* row_counts, int64_t
   int processors = 0;
   cudaError_t error = multiprocessors(&processors);
   if (error != cudaSuccess) return error;
-  const int parts = std::min(std::max(processors / order.chunks, 8), 64);
+  const int parts = min(max(processors / order.chunks, 8), 64);
   const int64_t per_chunk = ceil_div(m, order.chunks);
   const uint32_t table_bytes = static_cast<uint32_t>(n + 1) * sizeof(uint4);
   const uint32_t range_bytes = order.range * sizeof(uint4);

@@ -12,8 +12,6 @@
 //   consumers        warps 4-11
 #pragma once
 
-#include <algorithm>
-
 #include "common/host.h"
 #include "common/twell.cuh"
 #include "common/wgmma.cuh"
@@ -60,7 +58,7 @@ struct PairProduct {
 
 // The product of tokens [m, k] with `column_tiles` column tiles.
 inline PairProduct pair_product_of(int64_t m, int64_t k, int64_t column_tiles) {
-  const int64_t in_band = std::max<int64_t>(1, kBandBytes / (kTileN * k * 2));  // column tiles that fit in a band
+  const int64_t in_band = max(int64_t{1}, kBandBytes / (kTileN * k * 2));  // column tiles that fit in a band
   const int64_t band_tiles = ceil_div(column_tiles, ceil_div(column_tiles, in_band));
   return {m, static_cast<int>(column_tiles), static_cast<int>(ceil_div(k, kTileK)), static_cast<int>(band_tiles)};
 }
