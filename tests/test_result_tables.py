@@ -802,10 +802,11 @@ def sections(text):
 def test_the_workloads_of_the_readme_repeat_results():
     for row in TABLES["README.md#sparsellm"]:
         *_, gains, _, link = row
-        anchor = re.search(r"RESULTS\.md#([\w-]+)", link)[1]
+        anchors = re.findall(r"RESULTS\.md#([\w-]+)", gains + link)
         ratios = [float(each) for each in re.findall(r"(\d+\.\d+)x", gains)]
         assert ratios
-        assert set(ratios) <= sections(anchor) | quotients(anchor), f"{row[0]}: {ratios}, but RESULTS has others"
+        found = set().union(*(sections(anchor) | quotients(anchor) for anchor in anchors))
+        assert set(ratios) <= found, f"{row[0]}: {ratios}, but RESULTS has others"
 
 
 def quotients(anchor):
