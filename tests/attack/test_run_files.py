@@ -267,7 +267,9 @@ def test_a_disk_that_becomes_full_loses_nothing(small_disk, capsys, leave):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("leave", [None, 0, 10_000, 100_000])
+@pytest.mark.parametrize(
+    "leave", [None, 10_000, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (0, 100_000))]
+)
 def test_weights_and_biases_on_a_full_disk_is_one_sentence(small_disk, capfd, leave):
     """After some rows, `free` bytes are left; None: none at the start."""
     folder = small_disk / "run"

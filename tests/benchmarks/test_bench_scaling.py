@@ -158,6 +158,7 @@ def test_scoring_is_compared_with_one_gpus(capsys):
     assert ["evaluate-1", "86.0", "66.0", "1.00"] in cells
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_two_ranks_train_and_survive_a_kill_on_a_cpu(tmp_path, monkeypatch, capsys):
     """One command makes both parts. The run's time is over at its first start, and its second one goes on with it."""

@@ -149,6 +149,7 @@ def test_the_benchmark_trains_frozen_weights_that_fire_as_wanted(benchmark, monk
     assert "nonzeros per token: mean" in printed
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_benchmark_trains_on_random_texts_and_without_shaping(benchmark):
     local = benchmark("--firing", "8", "--locality", "0.5", "--rounds", "1")

@@ -110,7 +110,7 @@ def test_seven_tasks_and_the_held_out_split_without_a_network(run, rows, no_netw
         assert Checkpoints(run / "checkpoints", ranks, 2, lambda *_: None).find(skip_damaged=False) == 4
 
 
-@pytest.mark.parametrize("dtype", [Dtype.auto, Dtype.float32])
+@pytest.mark.parametrize("dtype", [Dtype.auto, pytest.param(Dtype.float32, marks=pytest.mark.exhaustive)])
 @pytest.mark.slow
 def test_the_scores_are_those_of_plain_lm_eval(run, rows, tmp_path, no_network, dtype):
     """The `hf` model of lm-eval as its command line makes it, on the same rows: every log-probability is the same, in

@@ -105,7 +105,9 @@ def graphs():
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=pytest.mark.exhaustive) if way == "compiled" else way for way in WAYS]
+)
 @pytest.mark.slow
 def test_the_tokens_are_those_of_the_model_as_it_was(way, hollow, monkeypatch):
     found = []

@@ -172,7 +172,10 @@ def test_a_run_that_fails_is_reported_and_the_others_go_on(sweep, tmp_path):
     assert starts(tmp_path) == [*NAMES, NAMES[1]]
 
 
-@pytest.mark.parametrize("damaged", [(b"x{]\n", b"\0\0\n"), (b"\n", b"\xff\n", b'{"ce": 1}\n')])
+@pytest.mark.parametrize(
+    "damaged",
+    [pytest.param((b"x{]\n", b"\0\0\n"), marks=pytest.mark.exhaustive), (b"\n", b"\xff\n", b'{"ce": 1}\n')],
+)
 def test_a_run_whose_rows_are_damaged_ends_nothing_but_its_own_numbers(sweep, tmp_path, damaged):
     assert sweep(*SMALL, COEFFICIENTS)[0] == 0
     whole, paths = rows(tmp_path), [tmp_path / "runs" / name / "metrics.jsonl" for name in NAMES]
@@ -276,6 +279,7 @@ def test_a_signal_reaches_the_training_and_ends_the_sweep(process, tmp_path):
     assert "run the same command to continue" in (tmp_path / "output").read_text()
 
 
+@pytest.mark.exhaustive
 def test_a_real_sweep_of_runs_at_once_that_is_killed_gives_the_table_of_one_at_a_time(process, tmp_path, monkeypatch):
     small = [
         "model.hidden_size=64", "model.intermediate_size=128", "model.num_layers=2", "training.sequence_length=64",
