@@ -29,9 +29,9 @@ GPUS = {
 }
 HOPPER = ("cuda", 90)
 LEAST_SHARED = 99 * KB  # of NVIDIA's
-# `make test` compiles the largest of each kernel for the least shared memory of NVIDIA's and for Hopper; `make test-all`
-# compiles all of them for every GPU, also without their optional parts. Those that read e4m3 weights are compiled for
-# Hopper only.
+# `make test` compiles the largest of each kernel, for the least shared memory of NVIDIA's and for Hopper.
+# `make test-all` compiles all of them for every GPU, also without their optional parts. Those that read e4m3
+# weights are compiled for Hopper only.
 FEW = (("cuda", 86), HOPPER)
 CASES = [
     *(pytest.param(gpu, False, id=f"{gpu[0]}-{gpu[1]}") for gpu in FEW),
