@@ -1,7 +1,7 @@
 # make train      sets up .venv, then trains the tiny sparse model on the embedded corpus (CPU or GPU)
 # make test       sets up, then runs the tests that need no GPU, with up to four workers (ARGS="-n 0": one process)
 # make test-fast  runs the tests of `make test` that neither compile, kill nor train for long
-# make test-all   also compiles for every supported GPU, and repeats in longer runs what `make test` checks
+# make test-all   runs the tests of `make test`, for every supported GPU, and some longer ones
 # make test-gpu   runs tests/gpu, on a Hopper GPU
 # make attack     attacks for ATTACK_MINUTES=30: kills, hangs, damaged files, full disks, bad configurations and models
 # make check      runs ruff and mypy

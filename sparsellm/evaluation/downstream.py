@@ -2,7 +2,7 @@
 
 Every rank holds the model and builds the requests for its share of a task's rows (task_requests.py). All ranks have the
 tokens of all requests, sort the requests by length and cut them into batches independently of the number of ranks; then
-each rank takes consecutive batches. So batches have the same shapes on one rank and on eight, and scores are equal.
+the ranks take turns with the batches. So batches have the same shapes on one rank and on eight, and scores are equal.
 
 The ranks exchange data three times per task: tokens before the first batch, answers after the last, and then the
 metrics. A rank that fails reports it in the next exchange, so that all ranks fail together and stay in step.
@@ -130,7 +130,7 @@ class SharedLM(HFLM):
         mine: dict[int, Answer] = {}
         error = None
         try:
-            batches = self._mine(everyones, self._batches(everyones))
+            batches = self._batches(everyones)[self.ranks.rank :: self.ranks.world_size]
             total = sum(map(len, batches))
             with progress(self.task_name, total, "request", self.ranks.is_main) as advance:
                 under_way: list[tuple[list[int], Callable[[], list[Answer]]]] = []
@@ -146,14 +146,6 @@ class SharedLM(HFLM):
             error = f"{type(exception).__name__}: {exception}{advice}"
         everything = {i: answer for share in self.exchange(mine, error) for i, answer in share.items()}
         return [everything[i] for i in range(first, first + len(requests))]
-
-    def _mine(self, requests: list[Request], batches: list[list[int]]) -> list[list[int]]:
-        """This rank's share of all `batches`: consecutive ones, with about as many tokens as the other ranks' shares.
-        Neighbours have similar lengths, so a rank has few shapes, each of which costs host time (see MULTIPLE)."""
-        tokens = np.array([sum(len(tokens) for i in batch for tokens in requests[i]) for batch in batches])
-        middle = tokens.cumsum() - tokens / 2
-        rank = middle * self.ranks.world_size // max(1, tokens.sum())
-        return [batch for batch, of in zip(batches, rank, strict=True) if of == self.ranks.rank]
 
     def _answers(self, batch: list[Request]) -> Callable[[], list[Answer]]:
         """Launch a batch. Returns a function that waits for the device and returns the answers of lm-eval's `hf` model.

@@ -2,7 +2,6 @@
 
 import random
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -101,23 +100,6 @@ def test_batches_padded_to_a_multiple_have_lm_evals_answers(folder, monkeypatch)
     for (score, likeliest), (other, as_likely) in zip(answers, expected, strict=True):
         assert score == pytest.approx(other, rel=1e-5)
         assert likeliest == as_likely
-
-
-def test_ranks_share_batches_by_tokens_and_in_order(folder):
-    draw = random.Random(0)
-    requests = [(tokens(draw, length), tokens(draw, 3)) for length in range(1, CONTEXT, 2)]
-    with both(folder) as (ours, _):
-        alone = ours._batches(requests)
-        for size in (1, 2, 3, len(alone) + 1):
-            shares = []
-            for rank in range(size):
-                ours.ranks = SimpleNamespace(rank=rank, world_size=size)
-                shares.append(ours._mine(requests, alone))
-            assert [batch for share in shares for batch in share] == alone
-            counts = [sum(sum(map(len, requests[i])) for batch in share for i in batch) for share in shares]
-            assert max(counts) - min(counts) <= 2 * BATCH * (CONTEXT + 2)  # a batch more, a batch less
-        ours.ranks = SimpleNamespace(rank=1, world_size=2)
-        assert ours._mine([], []) == []
 
 
 def test_one_sequence_answers_whatever_is_asked_of_it(folder):
