@@ -356,6 +356,8 @@ class Generator:
             # thread_local: other threads may still allocate memory and do other things that a capture forbids.
             with ALONE, torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 self._decode(batch, sampling)
+            # torch resets the graph's random state on the capturing stream, and sets it on this one in each replay.
+            torch.cuda.current_stream(self.device).wait_stream(stream)
             batch.graphs[sampling] = graph
         batch.graphs[sampling].replay()
         return None

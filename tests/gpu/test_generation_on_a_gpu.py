@@ -68,6 +68,20 @@ def test_captured_steps_give_the_same_tokens(engine, attention, sampling, prompt
     assert other != captured
 
 
+def test_the_first_replay_draws_like_all_others_on_a_busy_gpu(monkeypatch):
+    """The reset of the random state when a capture begins runs on another stream than replays."""
+    begin = torch.cuda.CUDAGraph.capture_begin
+
+    def begin_late(*arguments, **settings):
+        torch.cuda._sleep(400_000_000)  # cycles, 0.2 s
+        begin(*arguments, **settings)
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", begin_late)
+    made = generator(None)
+    first = list(made.stream(PROMPTS, 40, Sampling(1.0), seed=5))
+    assert list(made.stream(PROMPTS, 40, Sampling(1.0), seed=5)) == first
+
+
 @pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[:1]], ids=["three", "one"])
 @pytest.mark.parametrize("engine", [None, "row"])
 def test_kernels_that_start_early_compute_the_same_bits(engine, prompts, monkeypatch):
