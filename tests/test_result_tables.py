@@ -400,6 +400,25 @@ def law():
             yield Cells([width, *(column[i, j] for column in columns)])
 
 
+def law_of_tokens():
+    short = runs_of("mini_muon.jsonl") | runs_of("mini_float8.jsonl")
+    long = runs_of("mini_law_300m.jsonl")
+    pairs = [(short[name], run) for name, run in long.items()]
+    for seed in range(3):
+        name = "l1_5632_6e-5" + f"_s{seed}" * bool(seed)
+        pairs.append((short[name], runs_of("mini_wide_300m.jsonl")[f"l1_5632_s{seed}"]))
+    for runs in pairs:
+        width, coefficient = (
+            {run["config"][key] for run in runs} for key in ("model.intermediate_size", "sparsity.l1_coefficient")
+        )
+        assert len(width) == len(coefficient) == 1
+        before, after = (run["rows"][-1] for run in runs)
+        found = [*width, before["val_ce"], after["val_ce"], after["val_ce"] - before["val_ce"]]
+        for count in (lambda row: row["nnz_mean"], lambda row: fmean(row["nnz_per_layer"][1:])):
+            found += [count(before), count(after), count(after) / count(before)]
+        yield Cells(found)
+
+
 def mini_in_float8():
     plain, found = runs_of("mini_muon.jsonl") | runs_of("mini_float8.jsonl"), runs_of("mini_float8.jsonl")
     changes = []
@@ -576,6 +595,15 @@ def training_with_float8():
             ])  # fmt: skip
 
 
+def largest_micro_batches_in_float8():
+    (dense,) = file("training_80gb_float8_dense.json")["runs"]
+    base, ours = file("training_80gb_float8.json")["runs"]
+    for run, rivals in ((dense, ()), (base, (dense,)), (ours, (dense, base))):
+        ratios = [run["tokens_per_s"] / rival["tokens_per_s"] for rival in rivals]
+        memory, energy = run["peak_bytes"] / GIB, run["mj_per_token"]
+        yield Cells([*run["micro_batches"], run["tokens_per_s"], *ratios, memory, energy])
+
+
 def speeds(name):
     first, *others = file(name)["runs"]
     yield Cells([first["tokens_per_s"], first["peak_bytes"] / GIB])
@@ -709,7 +737,8 @@ COMPARED = {
     "RESULTS.md#wider-layers-a-first-screen-at-30m": widths,
     "RESULTS.md#wider-layers-learning-rates-and-muon": muon,
     "RESULTS.md#wider-layers-without-a-gate-and-squared-relu": without_a_gate,
-    "RESULTS.md#wider-layers-a-law-of-width-and-coefficient": law,
+    "RESULTS.md#wider-layers-a-law-of-width-coefficient-and-tokens": law,
+    "RESULTS.md#wider-layers-a-law-of-width-coefficient-and-tokens 2": law_of_tokens,
     "RESULTS.md#wider-layers-at-05b-33m-tokens": wide_at_0p5b,
     "RESULTS.md#wider-layers-300m-tokens": wide_300m,
     "RESULTS.md#wider-layers-300m-tokens 2": wide_steps,
@@ -724,6 +753,7 @@ COMPARED = {
     "RESULTS.md#dense-training-throughput-and-mfu": dense_training,
     "RESULTS.md#training-in-80-gb-the-largest-micro-batch": largest_micro_batches,
     "RESULTS.md#training-steps-with-fp8": training_with_float8,
+    "RESULTS.md#training-steps-with-fp8 2": largest_micro_batches_in_float8,
     "RESULTS.md#sharded-training-fsdp2": sharded,
     "RESULTS.md#text-generation-tokens-per-second": text_generation,
     "RESULTS.md#text-generation-tokens-per-second 2": wide_text_generation,

@@ -68,18 +68,19 @@ def test_captured_steps_give_the_same_tokens(engine, attention, sampling, prompt
     assert other != captured
 
 
-def test_the_first_replay_draws_like_all_others_on_a_busy_gpu(monkeypatch):
-    """The reset of the random state when a capture begins runs on another stream than replays."""
-    begin = torch.cuda.CUDAGraph.capture_begin
+def test_replays_wait_for_the_capture(monkeypatch):
+    """torch resets the random state on the capturing stream; on a busy GPU the first replay could draw before that."""
+    begin, resets = torch.cuda.CUDAGraph.capture_begin, []
 
     def begin_late(*arguments, **settings):
-        torch.cuda._sleep(400_000_000)  # cycles, 0.2 s
+        torch.cuda._sleep(2_000_000_000)  # cycles, about a second
+        resets.append(torch.cuda.current_stream().record_event())
         begin(*arguments, **settings)
 
     monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", begin_late)
-    made = generator(None)
-    first = list(made.stream(PROMPTS, 40, Sampling(1.0), seed=5))
-    assert list(made.stream(PROMPTS, 40, Sampling(1.0), seed=5)) == first
+    tokens = list(generator(None).stream(PROMPTS, generation.UNCAPTURED_STEPS + 2, Sampling(1.0), seed=5))
+    assert len(tokens) == generation.UNCAPTURED_STEPS + 2  # of the prompt, of two steps, and of the first replay
+    assert [reset.query() for reset in resets] == [True]
 
 
 @pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[:1]], ids=["three", "one"])
