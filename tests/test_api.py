@@ -11,7 +11,7 @@ from small_run import OVERRIDES
 import sparsellm
 from sparsellm.api import Config, ConfigError, SparsellmError, evaluate, prepare_data, train
 from sparsellm.config.compose import from_values
-from sparsellm.config.schema import Dtype, EvaluateConfig
+from sparsellm.config.schema import Dtype, EvaluateConfig, RuntimeConfig
 from sparsellm.training.loop import Trainer
 from sparsellm.training.run import determinism
 
@@ -59,14 +59,17 @@ def test_a_run_is_trained_stopped_resumed_and_loaded(folder, monkeypatch):
     assert sparsellm.Generator.load(done.model).text(["The"], 2)
 
 
-def test_torch_is_deterministic_during_a_deterministic_run_only(monkeypatch):
+@pytest.mark.parametrize("compiles", [False, True])
+def test_torch_is_deterministic_during_a_deterministic_run_only(compiles, monkeypatch):
     made = []
     monkeypatch.setattr(torch, "use_deterministic_algorithms", made.append)  # which imports torch's compiler
-    with determinism(True):
-        assert made == [True]
-    with determinism(False):
+    with determinism(RuntimeConfig(deterministic=True, compile=compiles)):
+        assert torch.are_deterministic_algorithms_enabled() != compiles
+        assert made == [True] * compiles
+    with determinism(RuntimeConfig(deterministic=False, compile=compiles)):
         pass
-    assert made == [True, False]
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert made == [True, False] * compiles
 
 
 def test_every_mistake_is_an_exception_and_leaves_nothing_behind(folder, tmp_path, monkeypatch):

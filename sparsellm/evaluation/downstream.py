@@ -209,20 +209,15 @@ class SharedLM(HFLM):
         """
         sequences: dict[tuple[int, ...], list[int]] = {}
         for i, (context, continuation) in enumerate(requests):
-            sequences.setdefault(tuple(context + continuation[:-1]), []).append(i)
-
-        def longest_first(numbers: list[int]) -> tuple[int, list[int]]:
-            context, continuation = requests[max(numbers, key=lambda i: len(requests[i][1]))]
-            return -len(context + continuation), context + continuation
-
+            sequences.setdefault((*context, *continuation[:-1]), []).append(i)
         batches: list[list[int]] = []
         room: Any = 0
-        for numbers in sorted(sequences.values(), key=longest_first):
+        for tokens in sorted(sorted(sequences), key=len, reverse=True):
             if not room:
-                length = self._padded_length(min(-longest_first(numbers)[0] - 1, self.max_length))
+                length = self._padded_length(min(len(tokens), self.max_length))
                 room = max(1, self.tokens_per_batch // length) if self.sequences == "auto" else self.sequences
                 batches.append([])
-            batches[-1] += numbers
+            batches[-1] += sequences[tokens]
             room -= 1
         return batches
 

@@ -12,6 +12,7 @@ from test_gradients import DL1, small, stepwise
 from test_training import PLANNED, engines_of_changing_plans, tensors
 from torch.utils.checkpoint import checkpoint
 
+from sparsellm.config import RuntimeConfig
 from sparsellm.ops import Engine, Plan, borders, cuda, feedforward, float8, reference, twell
 from sparsellm.policy import Policy
 from sparsellm.training import plans
@@ -239,7 +240,7 @@ def test_a_run_resumes_bit_for_bit(tmp_path, monkeypatch):
             trainer.checkpoints.wait()
             return tensors(trainer), set(engines)
 
-    set_determinism(True)
+    set_determinism(RuntimeConfig(deterministic=True))
     try:
         run(tmp_path / "stopped", 5)
         (ours, _), (theirs, engines) = (run(tmp_path / name, 12) for name in ("stopped", "never"))

@@ -11,7 +11,7 @@ from kernel_cases import no_waiting
 from small_run import first_gradients, small_trainer
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsellm.config import DdpCompress
+from sparsellm.config import DdpCompress, RuntimeConfig
 from sparsellm.ops import Engine, Plan, feedforward
 from sparsellm.ops.plan import ROOM
 from sparsellm.policy import Policy
@@ -112,7 +112,7 @@ def tensors(trainer):
 
 @pytest.mark.parametrize("recompute", ["false", "true"])
 def test_a_deterministic_run_resumes_bit_for_bit(recompute, tmp_path):
-    set_determinism(True)
+    set_determinism(RuntimeConfig(deterministic=True))
     try:
         overrides = [*CUDA, "runtime.deterministic=true", f"runtime.recompute={recompute}", "run.checkpoint_every=6"]
         # Heads of 64, wide enough for flash attention and its backward.
@@ -164,7 +164,7 @@ def test_a_run_on_tile_plans_resumes_bit_for_bit(stopped_after, tmp_path, monkey
             trainer.checkpoints.wait()
             return trainer.plans.state(), tensors(trainer)
 
-    set_determinism(True)
+    set_determinism(RuntimeConfig(deterministic=True))
     try:
         run(tmp_path / "stopped", stopped_after)
         resumed, _ = run(tmp_path / "stopped", stopped_after)  # only resumes, and takes no step
