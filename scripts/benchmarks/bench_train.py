@@ -331,7 +331,7 @@ def main(arguments: list[str] | None = None) -> None:
             parser.error(f"--firing: {error}")
     # All runs compile the same functions, for several shapes and layer types.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 8 * len(runs))
-    set_determinism(configs[0].runtime)
+    set_determinism(replace(configs[0].runtime, compile=any(config.runtime.compile for config in configs)))
     with process_group(device_type(configs[0].runtime)) as ranks:
         weights, opened = None, []
         for config in configs:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs/results"
 DOCUMENTS = [ROOT / "README.md", ROOT / "docs/RESULTS.md", ROOT / "docs/INFERENCE.md"]
-GIB = 2**30
+GIB, NEURONS = 2**30, 5_632  # NEURONS: of the models of 0.5B and larger
 
 
 def tables(path):

@@ -4,14 +4,12 @@ import json
 from itertools import pairwise
 from statistics import fmean, median
 
-from results.documents import FOLDER, GIB, Cells, file, runs_of
+from results.documents import FOLDER, GIB, NEURONS, Cells, file, runs_of
 
 from scripts import width_grid
 from scripts.compare_runs import seconds, seconds_to
 from sparsellm.config import ModelConfig
 from sparsellm.config.architecture import parameters
-
-NEURONS = 5_632
 
 
 def a_whole_run():

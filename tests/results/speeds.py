@@ -11,7 +11,6 @@ from scripts.benchmarks.patterns import BASES
 from scripts.benchmarks.shaped_models import DEFAULT_MEAN
 from sparsellm.policy.report import NEAR
 
-NEURONS = 5_632
 TRAINING_STEPS = ("0p5b", "1b", "1p5b", "2b", "1p5b_recorded")
 PATTERNS = {  # of bench_ffn: how the tables call them
     "sparse": "sparse sample, recorded", "synthetic29": "synthetic", "layer1": "layer 1, recorded",
