@@ -87,8 +87,8 @@ int64_t wide_values_of(const TileShape& s) {
 // Buffers that only the tile engine's forward pass needs.
 struct TileWorkspace {
   Packed packed;
-  int64_t rows_bytes;
-  void* rows;  // TilePlan::rows, and later the plane of rest_forward
+  void* rows;           // TilePlan::rows
+  int64_t plane_bytes;  // of the memory from packed.words to the end of rows, later the plane of rest_forward
   uint32_t* fullness;
   float* l1_partials;
   uint32_t* hidden;   // h, indexed like g in the lists; null if backward does not need g, because then h replaces g in
@@ -96,10 +96,12 @@ struct TileWorkspace {
   void* order;  // workspace of token_order
 
   TileWorkspace(Arena& arena, const TileShape& s, const Result& result, bool saving) {
+    const int64_t before = arena.bytes();
     packed = lay_out_packed(arena, s.m, s.n, wide_values_of(s), result);
+    const int64_t plane = can_overflow(s) ? rest_forward_workspace(s.m, s.n) : 0, packed_bytes = arena.bytes() - before;
     const int64_t words = s.m * kRowCapacity + s.long_capacity + 3;  // + 3: kernels read four words at a time
-    rows_bytes = std::max<int64_t>(words * sizeof(uint32_t), can_overflow(s) ? rest_forward_workspace(s.m, s.n) : 0);
-    rows = arena.take_bytes(rows_bytes);
+    rows = arena.take_bytes(std::max<int64_t>(words * sizeof(uint32_t), plane - packed_bytes));
+    plane_bytes = arena.bytes() - before;
     fullness = arena.take<uint32_t>(2 * tiles_of(s.m));
     l1_partials = arena.take<float>(tiles_of(s.m) * column_tiles_of(s.n) * kUpPartials);
     hidden = saving && s.gated ? arena.take<uint32_t>(s.capacity) : nullptr;
@@ -347,21 +349,19 @@ cudaError_t tile_forward(const Layer& a, const TileShape& s, void* workspace, vo
   RestForward rest = {};
   rest.totals = plan.totals;
   rest.tokens = plan.rest_tokens;
-  rest.packed = w.packed;
   rest.x = a.x;
   rest.w_gate = a.thresholded();
-  rest.computes_gate = saving && a.float8 != nullptr;
   rest.w_up = a.multiplier();
   rest.w_down_t = a.w_down_t;
   rest.y = result.y;
   rest.l1_partials = w.l1_partials;
   rest.l1 = result.l1;
-  rest.plane = w.rows;
+  rest.plane = w.packed.words;
   rest.tickets = tickets_of(result.counts);
   rest.m = static_cast<int>(a.m);
   rest.k = static_cast<int>(a.k);
   rest.n = static_cast<int>(a.n);
-  return rest_forward(rest, w.rows_bytes, stream);
+  return rest_forward(rest, w.plane_bytes, stream);
 }
 
 int64_t tile_backward_workspace_bytes(const TileShape& shape, bool float_weights) {

@@ -245,20 +245,16 @@ cudaError_t row_ffn(const void* x, const void* w_up, const void* w_down_t, const
                     int64_t k, int64_t n, const Packed& packed, void* workspace, int32_t* tickets, float* l1, void* y,
                     cudaStream_t stream);
 
-// The overflow path: y and l1 of the tokens of the tiles that left the tile engine, densely; does nothing if there are
-// none. Adds to l1 what tile_up has written for all other tokens. g is read from the packed gate or, if computes_gate
-// is set or the packed gate lacks values of wide segments, computed from x and w_gate in bf16, with the bits of
-// rest_backward's g.
+// The overflow path: y and l1 of the tokens of the tiles that left the tile engine, densely in bf16; does nothing if
+// there are none. Adds to l1 what tile_up has written for all other tokens. Non-gated: w_gate is W_u, and w_up is null.
 struct RestForward {
-  const int32_t *totals, *tokens;  // totals and rest_tokens of the tile plan
-  Packed packed;
-  const void *x, *w_up, *w_down_t;  // bf16 [M, K], [N, K], [N, K]; w_up is null if the layer is non-gated
-  const void* w_gate;               // bf16 [N, K]; non-gated: W_u
-  bool computes_gate;
-  void* y;                          // bf16 [M, K]
-  float *l1_partials, *l1;          // float32 [MT * ceil(N / 128)], 16-byte aligned; float32 [1]
-  void* plane;                      // at least rest_forward_workspace(m, n) bytes
-  int32_t* tickets;                 // [2] tiles drawn, tiles done; zero before and after
+  const int32_t *totals, *tokens;           // totals and rest_tokens of the tile plan
+  const void* x;                            // bf16 [M, K]
+  const void *w_gate, *w_up, *w_down_t;     // bf16 [N, K]
+  void* y;                                  // bf16 [M, K]
+  float *l1_partials, *l1;                  // float32 [MT * ceil(N / 128)], 16-byte aligned; float32 [1]
+  void* plane;                              // at least rest_forward_workspace(m, n) bytes
+  int32_t* tickets;                         // [2] tiles drawn, tiles done; zero before and after
   int m, k, n;
   int group_tiles = 0;  // tiles of tokens whose h fits in `plane`; set by rest_forward
 };

@@ -106,8 +106,8 @@ def float8_forward(
     a multiple of 16. All other tensors must be bfloat16, contiguous and aligned (see `readable`).
 
     `backward` multiplies by w_gate and x in bfloat16, where g of this call is not zero: the rounding to FP8 has the
-    gradient 1. If `saving`, token tiles that take the overflow path compute the gate product in bfloat16, as their
-    backward does; l1 and y are theirs then, but fired and counts are of the FP8 product.
+    gradient 1. For token tiles that take the overflow path, the gate product of l1 and y is computed in bfloat16, as it
+    is in backward; fired and counts are of the FP8 product.
     """
     m, n = x.shape[0], len(w_up)
     weights, gate = (w_gate, w_up, w_down_t), (*(rounded or quantize_rows(x)), *thresholded)

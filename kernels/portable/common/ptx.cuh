@@ -305,23 +305,6 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t address, uint32_t r0, uint3
                : "memory");
 }
 
-// Loads four 8x8 matrices. From each, lane l gets columns 2 (l % 4) and 2 (l % 4) + 1 of row l / 4; if transposed, rows
-// 2 (l % 4) and 2 (l % 4) + 1 of column l / 4.
-template <bool kTransposed>
-__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {
-  if constexpr (kTransposed) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address)
-                 : "memory");
-  } else {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address)
-                 : "memory");
-  }
-}
-
 // d += a b: bf16 a [16, 16] and b [16, 8], float32 d [16, 8], spread over a warp.
 __device__ __forceinline__ void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm volatile(
@@ -353,20 +336,10 @@ __device__ __forceinline__ uint2 ld_shared_v2(uint32_t address) {
   return v;
 }
 
-__device__ __forceinline__ uint32_t ld_shared_u32(uint32_t address) {
-  uint32_t v;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
-  return v;
-}
-
 __device__ __forceinline__ uint16_t ld_shared_u16(uint32_t address) {
   uint16_t v;
   asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address) : "memory");
   return v;
-}
-
-__device__ __forceinline__ void st_shared_u32(uint32_t address, uint32_t v) {
-  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
 }
 
 __device__ __forceinline__ void st_shared_u16(uint32_t address, uint16_t v) {

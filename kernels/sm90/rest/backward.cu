@@ -1,6 +1,6 @@
 // rest_backward, the overflow path of backward: the gradients of the tokens whose tiles left the tile engine because
 // its lists could not hold them. It writes their dx, and adds their share to the gradients of the weights, which the
-// tile engine has already computed for all other tokens. It computes densely, from the inputs alone, by mma.sync; it
+// tile engine has already computed for all other tokens. It computes densely, from the inputs alone, by WGMMA; it
 // ends at once if no tile left. rest/product.cuh explains how CTAs share the work.
 //
 // The phases: dz, du and h of all these tokens; then all gradients from them. The planes [tokens, N] (non-gated: dz and
@@ -20,7 +20,9 @@ using namespace rest;
 
 constexpr int kDz = 1, kDu = 2, kH = 4;  // a set of planes is a sum of these
 
-constexpr int kListed = 2 * kStages * kDepth;  // tokens of the steps of a sum over tokens, used in rotation
+constexpr int kListedAhead = Stages<kWide>::kAhead * kDepth;
+constexpr int kListed = 512;  // tokens of the steps of a sum over tokens, used in rotation
+static_assert(kListed >= 2 * (kListedAhead + kDepth));
 
 // What a pass computes: which planes, and where each of them is.
 struct Pass {
@@ -51,27 +53,17 @@ struct Problem {
 
   // Computes an output tile of the pass's planes: rows from `top` on, neurons from `left` on.
   __device__ __forceinline__ void hidden(const Pass& pass, int top, int left) const {
-    look_up_rows(rows, p.tokens, top, count);  // multiply begins with a barrier
+    look_up_rows(rows, p.tokens, top, count);
     const int k = p.k, n = p.n;
-    uint32_t gs[32], us[32];  // pairs of bf16: g and u
-    {
-      Sums z = {};
-      multiply<false, false>(stages, z, k, listed_rows(bf16(p.x), k, rows), rows_from(bf16(p.w_gate), k, left, n));
-      for_each_pair(z, [&](int, int, float low, float high, int i) { gs[i] = ptx::cvt_relu_bf16x2(low, high); });
-    }
-    if (gated) {
-      Sums u = {};
-      multiply<false, false>(stages, u, k, listed_rows(bf16(p.x), k, rows), rows_from(bf16(p.w_up), k, left, n));
-      for_each_pair(u, [&](int, int, float low, float high, int i) { us[i] = ptx::cvt_bf16x2(low, high); });
-    }
-    Sums dh = {};
+    uint32_t gs[kSide / 4], us[kSide / 4];
+    gate_and_up(stages, gs, us, p.x, p.w_gate, p.w_up, k, n, rows, left);
+    Sums<> dh = {};
     if ((pass.planes & (kDz | kDu)) != 0) {
-      multiply<false, false>(stages, dh, k, listed_rows(bf16(p.dy), k, rows),
-                             rows_from(bf16(p.w_down_t), k, left, n));
+      multiply(stages, dh, k, listed_rows(bf16(p.dy), k, rows), rows_from<kSide>(bf16(p.w_down_t), k, left, n));
     }
     const float dl1 = *p.dl1;
     Bf16 *to_dz = plane(pass.dz), *to_du = plane(pass.du), *to_h = plane(pass.h);
-    for_each_pair(dh, [&](int row, int column, float low, float high, int i) {
+    for_each_pair([&](int row, int column, int i) {
       if (top + row >= count || left + column >= n) return;
       float dz[2], du[2], h[2];
 #pragma unroll
@@ -80,7 +72,7 @@ struct Problem {
         const float u = !gated ? 1.0f : c == 0 ? low_of(us[i]) : high_of(us[i]);
         h[c] = rounded(g * u);
         const float sign = !gated || h[c] > 0.0f ? 1.0f : h[c] < 0.0f ? -1.0f : h[c];
-        const float total = rounded(c == 0 ? low : high) + dl1 * sign;
+        const float total = rounded(dh[2 * i + c]) + dl1 * sign;
         dz[c] = g != 0.0f ? total * u : 0.0f;
         du[c] = total * g;
       }
@@ -99,33 +91,31 @@ struct Problem {
                                               int left) const {
     const int k = p.k, n = p.n;
     const int32_t* tokens = p.tokens;
-    const auto gathered = [&](int column, int row) {
-      const int64_t token = row < count ? listed[row % kListed] : 0;
-      return Chunk{matrix + token * k + left + column, left + column < k};
-    };
-    for (int row = threadIdx.x; row < min((kStages - 1) * kDepth, count); row += rest::kThreads) {
+    const auto token_of = [&](int row) { return listed[row % kListed]; };
+    for (int row = threadIdx.x; row < min(kListedAhead, count); row += rest::kThreads) {
       listed[row] = tokens[row];  // multiply begins with a barrier
     }
     // May read up to three words behind the last token: memory is in units of 256 bytes.
     const auto list = [&](int step) {
-      const int row = (step + kStages - 1) * kDepth + 4 * threadIdx.x;
+      const int row = step * kDepth + kListedAhead + 4 * threadIdx.x;
       if (threadIdx.x < kDepth / 4 && row < count) {
         ptx::cp_async_16(ptx::smem_address(listed + row % kListed), tokens + row);
       }
     };
-    Sums sum = {};
-    multiply<true, true>(stages, sum, count, columns_from(plane, n, top, n), gathered, list);
-    for_each_pair(sum, [&](int row, int column, float low, float high, int) {
+    Sums<kWide> sum = {};
+    multiply(stages, sum, count, columns_from<kSide>(plane, n, top), columns_from<kWide>(matrix, k, left, token_of),
+             list);
+    for_each_pair<kWide>([&](int row, int column, int i) {
       if (top + row >= n || left + column >= k) return;
       const int64_t at = static_cast<int64_t>(top + row) * k + left + column;
       if (p.float_gradients) {
         float2* to = reinterpret_cast<float2*>(static_cast<float*>(dw) + at);
         const float2 there = *to;
-        *to = make_float2(there.x + low, there.y + high);
+        *to = make_float2(there.x + sum[2 * i], there.y + sum[2 * i + 1]);
       } else {
         uint32_t* to = reinterpret_cast<uint32_t*>(static_cast<Bf16*>(dw) + at);
         const uint32_t there = *to;
-        *to = ptx::cvt_bf16x2(low_of(there) + low, high_of(there) + high);
+        *to = ptx::cvt_bf16x2(low_of(there) + sum[2 * i], high_of(there) + sum[2 * i + 1]);
       }
     });
   }
@@ -134,33 +124,33 @@ struct Problem {
   __device__ __forceinline__ void input_tile(const Pass& pass, int top, int left) const {
     look_up_rows(rows, p.tokens, top, count);
     const int k = p.k, n = p.n;
-    Sums sum = {};
+    Sums<kWide> sum = {};
 #pragma unroll 1
     for (int which = 0; which < (gated ? 2 : 1); ++which) {
       const Bf16* weights = which == 0 ? bf16(p.w_gate) : bf16(p.w_up);
-      multiply<false, true>(stages, sum, n, rows_from(plane(which == 0 ? pass.dz : pass.du), n, top, count),
-                            columns_from(weights, k, left, k));
+      multiply(stages, sum, n, rows_from<kSide>(plane(which == 0 ? pass.dz : pass.du), n, top, count),
+               columns_from<kWide>(weights, k, left));
     }
-    for_each_pair(sum, [&](int row, int column, float low, float high, int) {
-      if (rows[row] < 0 || left + column >= k) return;
+    for_each_pair<kWide>([&](int row, int column, int i) {
+      if (top + row >= count || left + column >= k) return;
       Bf16* dx = static_cast<Bf16*>(p.dx) + static_cast<int64_t>(rows[row]) * k + left + column;
-      *reinterpret_cast<uint32_t*>(dx) = ptx::cvt_bf16x2(low, high);
+      *reinterpret_cast<uint32_t*>(dx) = ptx::cvt_bf16x2(sum[2 * i], sum[2 * i + 1]);
     });
   }
 };
 
 __global__ void __launch_bounds__(rest::kThreads, 1) rest_backward_kernel(const RestBackward p) {
-  extern __shared__ __align__(128) uint8_t raw[];
+  extern __shared__ uint8_t raw[];
   __shared__ int rows[kSide];
   __shared__ __align__(16) int listed[kListed];
   ptx::griddepcontrol_wait();
   if (p.totals[kRest] == 0) return;
-  const Problem problem = {p, ptx::smem_address(raw), rows, listed, p.totals[kRestTokens], p.w_up != nullptr};
+  const Problem problem = {p, aligned_stages(raw), rows, listed, p.totals[kRestTokens], p.w_up != nullptr};
   const bool gated = problem.gated;
   // In shared memory, because no registers are left for values that are needed only between tiles.
   __shared__ int down, neurons, across, passes;
   if (threadIdx.x == 0) {
-    down = tiles_of(problem.count), neurons = tiles_of(p.n), across = tiles_of(p.k);
+    down = tiles_of(problem.count), neurons = tiles_of(p.n), across = tiles_of(p.k, kWide);
     passes = passes_for(p, gated, problem.count);
   }
   __syncthreads();
@@ -178,7 +168,7 @@ __global__ void __launch_bounds__(rest::kThreads, 1) rest_backward_kernel(const 
       problem.hidden(pass, at.row * kSide, at.column * kSide);
     } else if (const int inputs = inputs_in(phase); tile < inputs) {
       const Place at = place_of_tile(tile, down, across);
-      problem.input_tile(pass, at.row * kSide, at.column * kSide);
+      problem.input_tile(pass, at.row * kSide, at.column * kWide);
     } else {
       const int each = neurons * across, index = tile - inputs;
       const Place at = place_of_tile(index % each, neurons, across);
@@ -188,7 +178,7 @@ __global__ void __launch_bounds__(rest::kThreads, 1) rest_backward_kernel(const 
       // In a non-gated layer, dz is the gradient of the product with W_u, whose gradient is in dw_gate.
       void* dw = which == kDz ? p.dw_gate : which == kDu ? p.dw_up : p.dw_down_t;
       const Bf16* plane = problem.plane(which == kDz ? pass.dz : which == kDu ? pass.du : pass.h);
-      problem.weight_tile(dw, plane, which == kH ? bf16(p.dy) : bf16(p.x), at.row * kSide, at.column * kSide);
+      problem.weight_tile(dw, plane, which == kH ? bf16(p.dy) : bf16(p.x), at.row * kSide, at.column * kWide);
     }
   });
 }
@@ -199,7 +189,7 @@ cudaError_t rest_backward(const RestBackward& p, cudaStream_t stream) {
   int count = 0;
   const cudaError_t error = multiprocessors(&count);
   if (error != cudaSuccess) return error;
-  return launch_early(rest_backward_kernel, count, rest::kThreads, kStagesBytes, 1, stream, p);
+  return launch_early(rest_backward_kernel, count, rest::kThreads, kAlignment + kStagesBytes, 1, stream, p);
 }
 
 }  // namespace sparsellm
