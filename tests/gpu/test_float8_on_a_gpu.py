@@ -7,7 +7,7 @@ from kernel_cases import DEVICE, GATED, assert_as_accurate, assert_equal, check_
 
 from sparsellm import accelerate, restore
 from sparsellm.inference.engine_choice import EngineChoice
-from sparsellm.ops import Engine, Plan, cuda, float8, float8_gate, twell
+from sparsellm.ops import Plan, borders, cuda, float8, float8_gate, twell
 from sparsellm.ops.feedforward import output_of
 from sparsellm.ops.float8_gate import Float8Rows
 from sparsellm.policy import Policy
@@ -137,13 +137,14 @@ def test_what_fires_is_computed(m, k, n, gated):
 
 @GATED
 @pytest.mark.parametrize("saving", [False, True], ids=["forward", "saving"])
-def test_tokens_that_overflow_have_the_bits_of_a_bfloat16_gate(saving, gated):
+def test_tokens_that_overflow_have_the_bits_of_a_bfloat16_gate(saving, gated, monkeypatch):
     """y and l1, where all tiles overflow."""
+    monkeypatch.setattr(borders, "capacity", lambda *_: 128)
     x, ws = cases.normal(1536, 768, 1000, gated)
     w_gate, w_up, w_down = cases.layer(ws)
-    weights, room = (w_gate, w_up, w_down.T.contiguous()), 1
-    found = cuda.float8_forward(x, *weights, cuda.quantize_rows(ws[0]), room, saving=saving)
-    right = cuda.forward(x, w_gate, w_up, w_down, Plan(Engine.tile, room), weights[-1], False)
+    w_down_t = w_down.T.contiguous()
+    found = cuda.float8_forward(x, w_gate, w_up, w_down_t, cuda.quantize_rows(ws[0]), 1, saving=saving)
+    right = cuda.forward(x, w_gate, w_up, w_down, Plan.of("tile"), w_down_t, False)
     assert output_of(*found[:4]).overflow_tiles == output_of(*right[:4]).overflow_tiles == 12
     for name, ours, theirs in zip(("y", "l1"), found, right, strict=False):
         assert_equal(ours, theirs, name)
