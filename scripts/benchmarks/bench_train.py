@@ -316,7 +316,7 @@ def main(arguments: list[str] | None = None) -> None:
         ]
         configs = [config for _, config in runs]
         for config in configs:
-            if found := check(config):
+            if found := check(config, saves=False):
                 raise ConfigError(found)
         if args.firing is not None:
             freeze(configs)

@@ -94,12 +94,13 @@ def determinism(runtime: RuntimeConfig) -> Iterator[None]:
         module.fill_uninitialized_memory = before[1]
 
 
-def check(config: Config, typed: Sequence[str] = ()) -> list[str]:
+def check(config: Config, typed: Sequence[str] = (), saves: bool = True) -> list[str]:
     """Error messages for everything that keeps `config` from being trained: its values, the run with the same name, the
     data, the tasks, the teacher and the init_from model, from which the architecture is set. Empty if there are none.
     Collective on several nodes, which also compare what they see in the run's folder.
 
-    `typed`: the overrides from which `config` was composed.
+    `typed`: the overrides from which `config` was composed. `saves`: whether checkpoints will be written, for which the
+    disk needs space.
     """
     run, training, runtime = config.run, config.training, config.runtime
 
@@ -111,7 +112,9 @@ def check(config: Config, typed: Sequence[str] = ()) -> list[str]:
         if not (found or finished):
             ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             found += memory_mistakes(model, training, runtime, ranks_here, world_size, config.optimizer.muon)
-            found += run_folder.room_mistakes(run, config.hf_dtype, model, training, config.optimizer, config.sparsity)
+            if saves:
+                others = training, config.optimizer, config.sparsity
+                found += run_folder.room_mistakes(run, config.hf_dtype, model, *others)
         found += run_folder.mistakes(config, typed)
         if finished:
             return found

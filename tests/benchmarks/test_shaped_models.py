@@ -15,6 +15,7 @@ from sparsellm.data import tokenizer
 from sparsellm.distributed.groups import process_group
 from sparsellm.hf import conversion, pretrained
 from sparsellm.model import Decoder
+from sparsellm.runs import folder as run_folder
 from sparsellm.training import micro_batch, plans
 
 SIZES = ["model.vocab_size=1024", "model.hidden_size=64", "model.intermediate_size=256", "model.context_length=128"]
@@ -170,7 +171,9 @@ def test_the_benchmark_trains_on_random_texts_and_without_shaping(benchmark):
         (["optimizer.learning_rate=0"], "learning_rate is 0"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(benchmark, arguments, message):
+def test_what_cannot_be_compared_is_refused(benchmark, arguments, message, monkeypatch):
+    """And a disk without space for checkpoints is not: the benchmark writes none."""
+    monkeypatch.setattr(run_folder, "room_mistakes", lambda *_: pytest.fail("the disk's space was looked at"))
     with pytest.raises(SystemExit, match=message):
         benchmark(*arguments)
 
