@@ -248,13 +248,13 @@ cudaError_t row_ffn(const void* x, const void* w_up, const void* w_down_t, const
 // The overflow path: y and l1 of the tokens of the tiles that left the tile engine, densely in bf16; does nothing if
 // there are none. Adds to l1 what tile_up has written for all other tokens. Non-gated: w_gate is W_u, and w_up is null.
 struct RestForward {
-  const int32_t *totals, *tokens;           // totals and rest_tokens of the tile plan
-  const void* x;                            // bf16 [M, K]
-  const void *w_gate, *w_up, *w_down_t;     // bf16 [N, K]
-  void* y;                                  // bf16 [M, K]
-  float *l1_partials, *l1;                  // float32 [MT * ceil(N / 128)], 16-byte aligned; float32 [1]
-  void* plane;                              // at least rest_forward_workspace(m, n) bytes
-  int32_t* tickets;                         // [2] tiles drawn, tiles done; zero before and after
+  const int32_t *totals, *tokens;        // totals and rest_tokens of the tile plan
+  const void* x;                         // bf16 [M, K]
+  const void *w_gate, *w_up, *w_down_t;  // bf16 [N, K]
+  void* y;                               // bf16 [M, K]
+  float *l1_partials, *l1;               // float32 [MT * ceil(N / 128)], 16-byte aligned; float32 [1]
+  void* plane;                           // at least rest_forward_workspace(m, n) bytes
+  int32_t* tickets;                      // [2] tiles drawn, tiles done; zero before and after
   int m, k, n;
   int group_tiles = 0;  // tiles of tokens whose h fits in `plane`; set by rest_forward
 };

@@ -54,11 +54,11 @@ __device__ __forceinline__ uint64_t advanced(uint64_t descriptor, uint32_t bytes
   "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define SPARSELLM_NAMES_ALL \
   SPARSELLM_NAMES_0 ", " SPARSELLM_NAMES_1 ", " SPARSELLM_NAMES_2 ", " SPARSELLM_NAMES_3
-// An instruction with a predicate, which is operand `accumulate`. rest: its operands after d and before the predicate;
-// flags: those after it.
-#define SPARSELLM_WGMMA(shape, d, rest, accumulate, flags)     \
+// An instruction with a predicate, which is operand `accumulate`. ab: its operands between d and the predicate; flags:
+// those after it.
+#define SPARSELLM_WGMMA(shape, d, ab, accumulate, flags)       \
   "{\n .reg .pred p;\n setp.ne.b32 p, %" accumulate ", 0;\n" \
-  "wgmma.mma_async.sync.aligned." shape " {" d "}, " rest ", p, 1, 1" flags ";\n}"
+  "wgmma.mma_async.sync.aligned." shape " {" d "}, " ab ", p, 1, 1" flags ";\n}"
 
 // d = (accumulate ? d : 0) + A B. kBMajorMN: 0 for a K-major B, 1 for an MN-major one. kAMajorMN: the same for A.
 template <int kBlocks, int kBMajorMN, int kAMajorMN = 0>

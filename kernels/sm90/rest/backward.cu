@@ -59,7 +59,7 @@ struct Problem {
     gate_and_up(stages, gs, us, p.x, p.w_gate, p.w_up, k, n, rows, left);
     Sums<> dh = {};
     if ((pass.planes & (kDz | kDu)) != 0) {
-      multiply(stages, dh, k, listed_rows(bf16(p.dy), k, rows), rows_from<kSide>(bf16(p.w_down_t), k, left, n));
+      multiply(stages, dh, k, listed_rows(bf16(p.dy), k, rows), rows_from(bf16(p.w_down_t), k, left, n));
     }
     const float dl1 = *p.dl1;
     Bf16 *to_dz = plane(pass.dz), *to_du = plane(pass.du), *to_h = plane(pass.h);
@@ -128,7 +128,7 @@ struct Problem {
 #pragma unroll 1
     for (int which = 0; which < (gated ? 2 : 1); ++which) {
       const Bf16* weights = which == 0 ? bf16(p.w_gate) : bf16(p.w_up);
-      multiply(stages, sum, n, rows_from<kSide>(plane(which == 0 ? pass.dz : pass.du), n, top, count),
+      multiply(stages, sum, n, rows_from(plane(which == 0 ? pass.dz : pass.du), n, top, count),
                columns_from<kWide>(weights, k, left));
     }
     for_each_pair<kWide>([&](int row, int column, int i) {

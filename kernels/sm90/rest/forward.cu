@@ -57,7 +57,7 @@ struct Problem {
     look_up_rows(rows, p.tokens, top, count);
     const int k = p.k, n = p.n;
     Sums<kWide> sum = {};
-    multiply(stages, sum, n, rows_from<kSide>(bf16(p.plane), n, top - first, count - first),
+    multiply(stages, sum, n, rows_from(bf16(p.plane), n, top - first, count - first),
              columns_from<kWide>(bf16(p.w_down_t), k, left));
     for_each_pair<kWide>([&](int row, int column, int i) {
       if (top + row >= count || left + column >= k) return;

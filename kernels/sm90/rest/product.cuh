@@ -118,9 +118,8 @@ __device__ __forceinline__ Rows<kSide> listed_rows(const Bf16* matrix, int64_t p
   return Rows<kSide>([=](int side) { return matrix + rows[side] * pitch; });
 }
 // Rows `first` and following of `matrix` [end, pitch].
-template <int kSides>
-__device__ __forceinline__ Rows<kSides> rows_from(const Bf16* matrix, int64_t pitch, int first, int end) {
-  return Rows<kSides>([=](int side) { return matrix + min(first + side, end - 1) * pitch; });
+__device__ __forceinline__ Rows<kSide> rows_from(const Bf16* matrix, int64_t pitch, int first, int end) {
+  return Rows<kSide>([=](int side) { return matrix + min(first + side, end - 1) * pitch; });
 }
 // Rows `first` and following, kSide of each of two matrices.
 __device__ __forceinline__ Rows<2 * kSide> rows_from_both(const Bf16* one, const Bf16* other, int64_t pitch, int first,
@@ -207,7 +206,7 @@ __device__ __forceinline__ void look_up_rows(int* rows, const int32_t* tokens, i
 
 // Computes g and u of an output tile, whose tokens are `rows` and whose neurons begin at `left`, as pairs of bf16 in
 // the order of for_each_pair. Both are one product, which reads x once. Non-gated (w_up is null): g is computed twice,
-// and u is of no use.
+// and u is not meaningful.
 __device__ __forceinline__ void gate_and_up(uint32_t stages, uint32_t (&g)[kSide / 4], uint32_t (&u)[kSide / 4],
                                             const void* x, const void* w_gate, const void* w_up, int k, int n,
                                             const int* rows, int left) {
