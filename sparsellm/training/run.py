@@ -113,8 +113,9 @@ def check(config: Config, typed: Sequence[str] = (), saves: bool = True) -> list
             ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             found += memory_mistakes(model, training, runtime, ranks_here, world_size, config.optimizer.muon)
             if saves:
-                others = training, config.optimizer, config.sparsity
-                found += run_folder.room_mistakes(run, config.hf_dtype, model, *others)
+                found += run_folder.room_mistakes(
+                    run, config.hf_dtype, model, training, config.optimizer, config.sparsity
+                )
         found += run_folder.mistakes(config, typed)
         if finished:
             return found
