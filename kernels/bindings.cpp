@@ -242,31 +242,21 @@ sparsellm::TileShape shape_of_saved(const char* op, const Tensor& saved, int64_t
                  " tile_forward saves for " + std::to_string(m) + " tokens and " + std::to_string(n) + " neurons");
 }
 
-// The gradients that a backward pass returns: of x, w_gate (no rows in a non-gated layer), w_up, w_down.
-struct Made {
-  Made(const Call& call, const Layer& a, bool float_weights) : float_weights(float_weights) {
-    const int32_t dtype = float_weights ? aoti_torch_dtype_float32() : aoti_torch_dtype_bfloat16();
-    tensors = {call.bf16({a.m, a.k}), call.empty({a.gated() ? a.n : 0, a.k}, dtype), call.empty({a.n, a.k}, dtype),
-               call.empty({a.k, a.n}, dtype)};
-  }
-  sparsellm::Gradients gradients() const {
-    const auto at = [&](int i) { return tensors[i].data_ptr(); };
-    return {at(0), at(1), at(2), at(3), float_weights};
-  }
-  std::vector<Tensor> tensors;
-  const bool float_weights;
-};
-
-std::vector<Tensor> tile_backward(Tensor x, OptionalTensor w_gate, Tensor w_up, Tensor w_down_t, Tensor dy, Tensor dl1,
-                                  Tensor saved, bool float_weights) {
+// dw_*: where the gradients of the weights are written, or with `add`, which needs float32, added. Returns dx.
+Tensor tile_backward(Tensor x, OptionalTensor w_gate, Tensor w_up, Tensor w_down_t, Tensor dy, Tensor dl1, Tensor saved,
+                     OptionalTensor dw_gate, Tensor dw_up, Tensor dw_down, bool add) {
   const Call call("tile_backward", x);
   const Layer a = layer_of(call, x, w_gate, w_up, w_down_t);
   const auto shape = shape_of_saved("tile_backward", saved, a.m, a.k, a.n, a.gated());
-  const Made made(call, a, float_weights);
+  const bool float_weights = dw_up.element_size() == 4;
+  if (add && !float_weights) refuse("tile_backward", "dw_up is not float32, so nothing can be added to it");
+  const Tensor dx = call.bf16({a.m, a.k});
   const Tensor workspace = call.bytes(sparsellm::tile_backward_workspace_bytes(shape, float_weights));
+  const sparsellm::Gradients gradients = {
+      dx.data_ptr(), dw_gate ? call.data(*dw_gate) : nullptr, call.data(dw_up), call.data(dw_down), float_weights, add};
   call.check(sparsellm::tile_backward(a, shape, call.data(dy), call.data<float>(dl1), call.data(saved),
-                                      workspace.data_ptr(), made.gradients(), call.stream()));
-  return made.tensors;
+                                      workspace.data_ptr(), gradients, call.stream()));
+  return dx;
 }
 
 int64_t tile_saved_bytes(int64_t m, int64_t n, bool gated, int64_t capacity, bool ordered) {
@@ -317,11 +307,15 @@ std::vector<Tensor> dense_backward(Tensor x, OptionalTensor w_gate, Tensor w_up,
     refuse("dense_backward", "saved has " + std::to_string(saved.numel()) + " bytes: it should have " +
                                  std::to_string(bytes) + ", which dense_forward saves for this layer");
   }
-  const Made made(call, a, false);
+  // The gradients of x, w_gate (no rows in a non-gated layer), w_up and w_down.
+  const std::vector<Tensor> made = {call.bf16({a.m, a.k}), call.bf16({a.gated() ? a.n : 0, a.k}),
+                                    call.bf16({a.n, a.k}), call.bf16({a.k, a.n})};
+  const auto at = [&](int i) { return made[i].data_ptr(); };
   const Tensor workspace = call.bytes(sparsellm::dense_backward_workspace_bytes(a));
   call.check(sparsellm::dense_backward(a, call.data(w_down), fused, call, call.data(dy), call.data<float>(dl1),
-                                       call.data(saved), workspace.data_ptr(), made.gradients(), call.stream()));
-  return made.tensors;
+                                       call.data(saved), workspace.data_ptr(), {at(0), at(1), at(2), at(3)},
+                                       call.stream()));
+  return made;
 }
 
 void transpose(Tensor from, Tensor to) {
@@ -353,7 +347,7 @@ STABLE_TORCH_LIBRARY(sparsellm_cuda, library) {
       "fired, Tensor counts, Tensor saved)");
   library.def(
       "tile_backward(Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down_t, Tensor dy, Tensor dl1, Tensor saved, "
-      "bool float_weights) -> Tensor[]");
+      "Tensor(a!)? dw_gate, Tensor(b!) dw_up, Tensor(c!) dw_down, bool add) -> Tensor");
   library.def("tile_saved_bytes(int m, int n, bool gated, int capacity, bool ordered) -> int");
   library.def("tile_saved_field(Tensor saved, int m, int n, bool gated, str name) -> Tensor");
   library.def("limit(str name) -> int");

@@ -143,6 +143,7 @@ struct Gradients {
   void *dw_gate, *dw_up;  // [N, K]; dw_gate: null if the layer is non-gated
   void* dw_down;          // [K, N]
   bool float_weights;     // the gradients of the weights are float32, which only tile_backward supports; else bf16
+  bool add;               // adds to the gradients of the weights, which must be float32, instead of overwriting them
 };
 int64_t tile_backward_workspace_bytes(const TileShape& shape, bool float_weights);
 cudaError_t tile_backward(const Layer& layer, const TileShape& shape, const void* dy, const float* dl1, void* saved,
@@ -198,5 +199,7 @@ cudaError_t quantize_rows(const void* from, int64_t rows, int64_t columns, void*
 // float32 returns cudaErrorInvalidValue. rows and columns must be multiples of 8.
 cudaError_t transpose(const void* from, bool from_float, int64_t rows, int64_t columns, void* to, bool to_float,
                       cudaStream_t stream);
+// Adds the transpose of `from`, float32, to `to`, float32.
+cudaError_t add_transpose(const void* from, int64_t rows, int64_t columns, void* to, cudaStream_t stream);
 
 }  // namespace sparsellm

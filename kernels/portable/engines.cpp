@@ -386,15 +386,15 @@ cudaError_t tile_backward(const Layer& a, const TileShape& s, const void* dy, co
   void* dw_first = a.gated() ? d.dw_gate : d.dw_up;
   void* dw_second = a.gated() ? d.dw_up : nullptr;
   const auto weights = [&](const uint32_t* list, const uint32_t* second_list, const void* rows, void* dw,
-                           void* second_dw) -> cudaError_t {
+                           void* second_dw, bool add) -> cudaError_t {
     void* second = second_list != nullptr ? w.second_operand : nullptr;
     SPARSELLM_TRY(tile_operands({{list, second_list}, {w.operand, second}, w.plan, a.m, a.n}, stream));
     return tile_weights(
-        {{w.operand, second}, rows, w.plan, a.m, a.k, a.n, {dw, second_dw}, d.float_weights, w.partials, w.tickets},
+        {{w.operand, second}, rows, w.plan, a.m, a.k, a.n, {dw, second_dw}, d.float_weights, add, w.partials, w.tickets},
         stream);
   };
-  SPARSELLM_TRY(weights(w.dz_by_neuron, w.du_by_neuron, a.x, dw_first, dw_second));
-  SPARSELLM_TRY(weights(w.h_by_neuron, nullptr, dy, w.dw_down_t, nullptr));
+  SPARSELLM_TRY(weights(w.dz_by_neuron, w.du_by_neuron, a.x, dw_first, dw_second, d.add));
+  SPARSELLM_TRY(weights(w.h_by_neuron, nullptr, dy, w.dw_down_t, nullptr, false));
   RestBackward rest = {};
   rest.totals = plan.totals;
   rest.tokens = plan.rest_tokens;
@@ -416,6 +416,7 @@ cudaError_t tile_backward(const Layer& a, const TileShape& s, const void* dy, co
   rest.k = static_cast<int>(a.k);
   rest.n = static_cast<int>(a.n);
   SPARSELLM_TRY(rest_backward(rest, stream));
+  if (d.add) return add_transpose(w.dw_down_t, a.n, a.k, d.dw_down, stream);
   return transpose(w.dw_down_t, d.float_weights, a.n, a.k, d.dw_down, d.float_weights, stream);
 }
 

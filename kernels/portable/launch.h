@@ -228,6 +228,7 @@ struct WeightGradient {
   int64_t m, k, n;
   void* dw[2];  // [i]: from operands[i], [n, K], bf16, or float32 if float_dw
   bool float_dw;
+  bool add;          // adds to dw, which is float32, instead of overwriting it
   float* partials;   // [kSplitUnits, 2, 128, 256] the sums of the pieces
   int32_t* tickets;  // [kSplitUnits, 4] pieces that are done, then [1] units that are claimed; zero before and
                      // after the kernel

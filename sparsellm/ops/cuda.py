@@ -5,13 +5,15 @@ dtype that casts to bfloat16; w_gate is None in non-gated layers. Callers (spars
 the inputs and loaded the kernels. Nothing here waits for the device. Non-contiguous or misaligned inputs are copied.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from sparsellm.ops import borders
+from sparsellm.ops.accumulation import shared
 from sparsellm.ops.float8_gate import Float8Rows
 from sparsellm.ops.float8_weights import Float8Layer
 from sparsellm.ops.plan import Engine, Plan
@@ -56,10 +58,10 @@ def forward(
         raise ValueError(f"x has {m:,} tokens: for the tile engine{with_gradients} it should have at most {most:,}")
     if not m:
         return nothing(x, n)
-    x, w_up = readable(x), readable(w_up, x.dtype)
-    w_gate = None if w_gate is None else readable(w_gate, x.dtype)
+    x, w_up = readable(x), cast_weight(w_up, x.dtype)
+    w_gate = None if w_gate is None else cast_weight(w_gate, x.dtype)
     if plan.engine == Engine.dense:
-        w_down = readable(w_down, x.dtype)
+        w_down = cast_weight(w_down, x.dtype)
         return _called("dense_forward", x, w_gate, w_up, w_down, borders.fuses(m), counting, saving)
     w_down_t = _by_neuron(w_down, w_down_t, x.dtype)
     if plan.engine == Engine.row:
@@ -121,24 +123,39 @@ def quantize_rows(matrix: Tensor) -> Float8Rows:
 
 
 def backward(
-    x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, dy: Tensor, dl1: Tensor, saved: Tensor
+    x: Tensor,
+    w_gate: Tensor | None,
+    w_up: Tensor,
+    w_down: Tensor,
+    dy: Tensor,
+    dl1: Tensor,
+    saved: Tensor,
+    sums: Sequence[Tensor | None] = (),
 ) -> list[Tensor]:
     """Computes [dx, dw_gate if gated, dw_up, dw_down] with the engine that filled `saved`. dy [M, K]; dl1: 0-d.
 
     The tile engine returns float32 gradients for float32 weights; all other gradients have the dtype of x.
+
+    sums: gradients of earlier calls, float32, one for each weight. If none is missing, the tile engine adds to them in
+    place, rounding each sum once (dw_gate and dw_up where tiles overflow: twice), and returns them as the gradients of
+    the weights. The dense engine ignores them.
     """
     if not x.shape[0]:
         return [torch.zeros_like(t) for t in (x, w_gate, w_up, w_down) if t is not None]
+    weights = [w for w in (w_gate, w_up, w_down) if w is not None]
     float_weights, engine = w_down.dtype == torch.float32, engine_of(saved)
-    x, dy, dl1, w_up = readable(x), readable(dy), readable(dl1.float().reshape(1)), readable(w_up, x.dtype)
-    w_gate = None if w_gate is None else readable(w_gate, x.dtype)
+    x, dy, dl1, w_up = readable(x), readable(dy), readable(dl1.float().reshape(1)), cast_weight(w_up, x.dtype)
+    w_gate = None if w_gate is None else cast_weight(w_gate, x.dtype)
     if engine == Engine.dense:
-        w_down, fused = readable(w_down, x.dtype), borders.fuses(x.shape[0])
+        w_down, fused = cast_weight(w_down, x.dtype), borders.fuses(x.shape[0])
         made = _called("dense_backward", x, w_gate, w_up, w_down, dy, dl1, saved, fused)
-    else:
-        w_down_t = _by_neuron(w_down, None, x.dtype)
-        made = _called("tile_backward", x, w_gate, w_up, w_down_t, dy, dl1, saved, float_weights)
-    return made if w_gate is not None else [made[0], *made[2:]]
+        return made if w_gate is not None else [made[0], *made[2:]]
+    w_down_t, adding = _by_neuron(w_down, None, x.dtype), len(sums) > 0 and None not in sums
+    dtype = torch.float32 if float_weights else x.dtype
+    dws = cast(list[Tensor], list(sums)) if adding else [torch.empty_like(w, dtype=dtype) for w in weights]
+    targets = dws if w_gate is not None else [None, *dws]
+    dx = _called("tile_backward", x, w_gate, w_up, w_down_t, dy, dl1, saved, *targets, adding)
+    return [dx, *dws]
 
 
 def _called(name: str, *arguments: Any) -> Any:
@@ -221,11 +238,18 @@ def readable(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
 
 
+def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """`weight` as `readable` returns it; the micro-batches of a step may share a cast (sparsellm.ops.accumulation)."""
+    return readable(weight) if weight.dtype == dtype else shared(weight, "cast", lambda: readable(weight, dtype))
+
+
 def _by_neuron(w_down: Tensor, w_down_t: Tensor | None, dtype: torch.dtype) -> Tensor:
     """w_down_t, or w_down transposed, in `dtype`."""
-    if w_down_t is not None:
-        return readable(w_down_t, dtype)
-    w_down = readable(w_down, None if w_down.dtype == torch.float32 else dtype)
-    transposed = w_down.new_empty((w_down.shape[1], w_down.shape[0]), dtype=dtype)
-    torch.ops.sparsellm_cuda.transpose(w_down, transposed)
-    return transposed
+
+    def transposed() -> Tensor:
+        matrix = readable(w_down, None if w_down.dtype == torch.float32 else dtype)
+        to = matrix.new_empty((matrix.shape[1], matrix.shape[0]), dtype=dtype)
+        torch.ops.sparsellm_cuda.transpose(matrix, to)
+        return to
+
+    return readable(w_down_t, dtype) if w_down_t is not None else shared(w_down, "by neuron", transposed)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from sparsellm.ops import backend, cuda, reference
+from sparsellm.ops import accumulation, backend, cuda, reference
 from sparsellm.ops.float8_gate import Float8Rows
 from sparsellm.ops.plan import Engine, Plan
 from sparsellm.ops.twell import MAX_COLUMNS
@@ -308,15 +308,19 @@ def fake_results(x: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _feedforward_backward(
     x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, dy: Tensor, dl1: Tensor, saved: Tensor
 ) -> list[Tensor]:
+    weights = [w for w in (w_gate, w_up, w_down) if w is not None]
+    sums = [accumulation.sum_of(w) for w in weights]
     with torch.autocast(x.device.type, enabled=False):
-        if (kernels := _kernels(x, cuda.engine_of(saved))) is not None:
-            gradients = kernels.backward(x, w_gate, w_up, w_down, dy, dl1, saved)
+        kernels = _kernels(x, cuda.engine_of(saved))
+        if kernels is cuda:
+            dx, *dws = cuda.backward(x, w_gate, w_up, w_down, dy, dl1, saved, sums)
+        elif kernels is not None:
+            dx, *dws = kernels.backward(x, w_gate, w_up, w_down, dy, dl1, saved)
         else:
             planes = cuda.planes_of(saved, 1 if w_gate is None else 2, x.shape[0], w_down.shape[1], x.dtype)
             gate, up, down = _cast(x.dtype, w_gate, w_up, w_down)
-            gradients = reference.backward(x, gate, up, down, planes, dy, dl1)
-    dtypes = [t.dtype for t in (x, w_gate, w_up, w_down) if t is not None]
-    return [gradient.to(dtype).contiguous() for gradient, dtype in zip(gradients, dtypes, strict=True)]
+            dx, *dws = reference.backward(x, gate, up, down, planes, dy, dl1)
+    return [dx.contiguous(), *map(accumulation.added, sums, dws, [w.dtype for w in weights])]
 
 
 @_feedforward_backward.register_fake

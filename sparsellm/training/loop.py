@@ -37,6 +37,7 @@ from sparsellm.hf import card, conversion
 from sparsellm.inference.accelerate import accelerate
 from sparsellm.model.dtypes import DTYPES
 from sparsellm.ops import backend
+from sparsellm.ops.accumulation import accumulation
 from sparsellm.runs import layout, metrics, report
 from sparsellm.runs.checkpoint import CheckpointError, Checkpoints
 from sparsellm.runs.divergence import LossRange
@@ -272,17 +273,21 @@ class Trainer:
         l1_weight = l1_coefficient(self.tokens, sparsity) / l1_denominator(sparsity.l1_normalization, model)
         scale = self.ranks.world_size / self.config.training.tokens_per_step
         micro_batches = tokens.to(self.ranks.device, non_blocking=True).split(size)
-        for i, micro_batch in enumerate(micro_batches):
-            last = reduce and i == len(micro_batches) - 1
-            with sharding.micro_batch(self.model, self.config.runtime, last):
-                teacher_output = () if self.teacher is None else (self.teacher.output(micro_batch[:, :-1]),)
-                with self.autocast:
-                    out = self.model(micro_batch[:, :-1], micro_batch[:, 1:], *teacher_output)
-                loss = out.ce if out.loss is None else out.loss
-                if out.l1 is not None:
-                    loss = loss + l1_weight * out.l1.sum()
-                (loss * scale).backward()
-            sums.add(out, micro_batch[:, 1:].numel())
+        shares = len(micro_batches) > 1 and not sharding.is_sharded(self.model)
+        weights = self.plans.weights() if self.plans is not None and shares else []
+        with accumulation(weights, self.micro_batch.shares_casts) as accumulated:
+            for i, micro_batch in enumerate(micro_batches):
+                accumulated.next_micro_batch()
+                last = reduce and i == len(micro_batches) - 1
+                with sharding.micro_batch(self.model, self.config.runtime, last):
+                    teacher_output = () if self.teacher is None else (self.teacher.output(micro_batch[:, :-1]),)
+                    with self.autocast:
+                        out = self.model(micro_batch[:, :-1], micro_batch[:, 1:], *teacher_output)
+                    loss = out.ce if out.loss is None else out.loss
+                    if out.l1 is not None:
+                        loss = loss + l1_weight * out.l1.sum()
+                    (loss * scale).backward()
+                sums.add(out, micro_batch[:, 1:].numel())
         return sums
 
     def _due(self, every: int) -> bool:

@@ -111,6 +111,15 @@ class StepMemory:
             accumulates=accumulates,
         )
 
+    def shared_casts(self, plans: Sequence[Plan | None]) -> int:
+        """Bytes of the copies of feedforward weights in the compute dtype that the micro-batches of a step may share
+        (sparsellm.ops.accumulation). 0 in float32, and where ranks share weights, which are gathered anew each time."""
+        if self.sharing != UNSHARED or self._dtype == torch.float32:
+            return 0
+        model, layers = self.model, sum(plan is not None for plan in plans)
+        matrices = 3 if model.gated else 2
+        return layers * matrices * model.intermediate_size * model.hidden_size * self._dtype.itemsize
+
     def ffn_saved_bytes(self, sequences: int, plans: Sequence[Plan | None], recompute: bool = False) -> int | None:
         """Bytes that the feedforward layers save for the backward pass of `sequences` sequences, in addition to their
         inputs. None for SiLU, where autograd and the compiler decide."""

@@ -115,6 +115,7 @@ class MicroBatch:
         self.limit: int | None = None  # bytes that a process may use on its GPU, minimum over ranks
         self.capacity: int | None = None  # bytes that `_needed` must not exceed; None: the size does not grow
         self.peak: int | None = None  # bytes, measured at the start
+        self.room: int | None = None  # bytes that a step may need with shared casts; None: casts are not shared
         self.tried: set[int] = set()  # sizes that have been compiled
         self.restored = False  # whether the size comes from a checkpoint
         self.teacher_bytes = 0  # memory of the teacher, in addition to the trained model's
@@ -127,8 +128,12 @@ class MicroBatch:
 
     def choose(self) -> None:
         """Choose the setting when a run starts or resumes. Collective. Raises MicroBatchError if none fits."""
-        if not self.auto:
-            return
+        if self.auto:
+            self._choose()
+        if self.gpu is not None:
+            self.room = self.capacity or min(gather(self.gpu.available()))
+
+    def _choose(self) -> None:
         self._read_record()
         if self.gpu is None:
             if not self.restored:
@@ -216,6 +221,15 @@ class MicroBatch:
         """The estimated memory of a step with `setting` and the current plans."""
         return self.memory.usage(setting.size, self._plans(), setting.recompute)
 
+    @property
+    def shares_casts(self) -> bool:
+        """Whether the micro-batches of the next step share casts of weights: if there are several, and memory for it.
+        Casts never reduce the size."""
+        if self.room is None or self.size == self.share:
+            return False
+        casts = self.memory.shared_casts(self._plans())
+        return casts > 0 and (self._needed(self.setting) + casts) * (1 + MARGIN) <= self.room
+
     def _needed(self, setting: Setting) -> int:
         return self.usage(setting).total + self.teacher_bytes
 
@@ -243,11 +257,12 @@ class MicroBatch:
             self.drop_gradients()
 
         self.decoder.recompute = setting.recompute
+        room, self.room = self.room, None
         self.tried.add(setting.size)
         device = self.ranks.device
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             peak = self.gpu.peak_of(passes)
-        self.decoder.recompute = self.setting.recompute
+        self.decoder.recompute, self.room = self.setting.recompute, room
         self.drop_gradients()
         give_back()
         return peak
@@ -324,7 +339,7 @@ class MicroBatch:
                 f"{what}. Restarted, by torchrun --max-restarts or by the same command, the run resumes from the"
                 f" newest checkpoint with micro-batch {smaller[-1]}"
             )
-        self.most = smaller[-1]
+        self.most, self.room = smaller[-1], None
         torch._dynamo.reset()  # graphs of many sizes would exceed dynamo's limit
         self._take_first(Setting(smaller[-1], self.setting.recompute))
         warn(f"{what}: repeating the step with {self.size}")
@@ -391,11 +406,15 @@ class MicroBatch:
         if self.gpu is None:
             return said
         found, peak, available = self.usage(self.setting), self.peak, self.gpu.available()
-        total = found.total + self.teacher_bytes if peak is None else peak
+        casts = self.memory.shared_casts(self._plans()) if self.shares_casts else 0
+        missed = 0 if peak is None else peak - found.total - self.teacher_bytes
+        total = found.total + missed + casts + self.teacher_bytes
         parts = {
             "weights": found.weights, "optimizer": found.optimizer, "gradients": found.gradients,
-            "buckets": found.buckets, "activations": found.activations + total - found.total - self.teacher_bytes,
+            "buckets": found.buckets, "activations": found.activations + missed,
         }  # fmt: skip
+        if casts:
+            parts["casts of weights"] = casts
         if self.teacher_bytes:
             parts["teacher"] = self.teacher_bytes
         said += ": " + ", ".join(f"{name} {size / GIB:,.1f}" for name, size in parts.items())

@@ -58,6 +58,10 @@ class Plans:
         """The current plan of each layer; None if PyTorch computes it."""
         return [None if self.idle else Plan.read(tensor) for tensor in self.tensors]
 
+    def weights(self) -> list[Tensor]:
+        """The weights of the layers that the operator computes."""
+        return [w for plan, block in zip(self.plans, self.blocks, strict=True) if plan for w in block.parameters()]
+
     @property
     def engines(self) -> list[str]:
         """The name of each layer's current engine."""

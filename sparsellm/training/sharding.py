@@ -158,6 +158,11 @@ def micro_batch(
     return nullcontext() if last or isinstance(model, Decoder) else model.no_sync()
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Whether ranks share the weights of `model`, which comes from `distributed`."""
+    return isinstance(model, FSDPModule)
+
+
 def shard_of(whole: Tensor, like: Tensor) -> Tensor:
     """`whole` (the same on all ranks), sharded like `like` without communication, or unchanged if `like` is whole."""
     if not isinstance(like, DTensor):

@@ -134,15 +134,19 @@ def tile_saved_bytes(m, n, gated, capacity, ordered):
     return (2 if gated else 1) * m * n * 2 + 16 * capacity + 4 * ordered + Engine.tile
 
 
-def tile_backward(x, w_gate, w_up, w_down_t, dy, dl1, saved, float_weights):
+def tile_backward(x, w_gate, w_up, w_down_t, dy, dl1, saved, dw_gate, dw_up, dw_down, add):
     expect_layer(x, w_gate, w_up, w_down_t)
     expect(dy, torch.bfloat16, *x.shape)
     expect(dl1, torch.float32, 1)
     shape = 1 if w_gate is None else 2, len(x), len(w_up)
     planes = saved[: 2 * shape[0] * shape[1] * shape[2]].view(torch.bfloat16).view(shape).unbind()
     dx, *dws = reference.backward(x, w_gate, w_up, w_down_t.T, planes, dy, dl1[0])
-    dtype = torch.float32 if float_weights else torch.bfloat16
-    return gradients(w_gate, [dx, *(dw.to(dtype).contiguous() for dw in dws)])
+    into = [dw for dw in (dw_gate, dw_up, dw_down) if dw is not None]
+    assert dw_up.dtype == torch.float32 or not add
+    for to, dw in zip(into, dws, strict=True):
+        expect(to, dw_up.dtype, *dw.shape)
+        to.copy_(to + dw if add else dw)
+    return dx
 
 
 def tile_saved_field(saved, m, n, gated, name):

@@ -22,7 +22,8 @@
 // finish adds them up.
 //
 // Numerics: dW is accumulated in float32 over a tile's slots, block by block in ascending order; sums of pieces are
-// added in order. dW is rounded to bf16 once, or not at all if dW is float32. Deterministic.
+// added in order. dW is rounded to bf16 once, or not at all if dW is float32; then it may be added, once, to the float32
+// sums that are there. Deterministic.
 #include "common/host.h"
 #include "common/wgmma.cuh"
 #include "tile/gather.cuh"
@@ -219,8 +220,8 @@ struct Producer {
 };
 
 // The role of a consumer warpgroup. kPaired: a unit is one half of a tile; both consumers multiply its blocks by the
-// same rows, each with its own operand and dW. Otherwise consumer c multiplies half c of the tile.
-template <bool kPaired, class Out>
+// same rows, each with its own operand and dW. Otherwise consumer c multiplies half c of the tile. kAdd: adds to dW.
+template <bool kPaired, class Out, bool kAdd>
 struct Consumer {
   using Accumulators = float[128];
   // What this consumer multiplies for a unit: blocks [from, from + steps) of the tile.
@@ -277,7 +278,11 @@ struct Consumer {
       if (memory.unit_in(round + 1).column >= 0) fetch_first(next);
       if (piece.parts > 1 && !add_pieces(piece, work.half, unit.column, d)) continue;
       if constexpr (sizeof(Out) == 4) {
-        store_floats(neurons, unit.column, d);
+        if constexpr (!kAdd) {
+          store_floats(neurons, unit.column, d);
+        } else if (piece.parts > 1 || work.steps != 0) {
+          add_floats(neurons, unit.column, d);
+        }
       } else {
         store_rows(dw, neurons, unit.column, a.k, d, lane);
       }
@@ -403,9 +408,33 @@ struct Consumer {
       }
     }
   }
+
+  // Adds to what is there, with kAtOnce loads in flight per lane, as many as its registers hold.
+  __device__ __forceinline__ void add_floats(const int (&neurons)[2], int unit_column, const Accumulators& d) const {
+    constexpr int kAtOnce = 16;
+    const int columns = static_cast<int>(a.k) - unit_column * kTileN;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (neurons[i] < 0) continue;
+      float2* to = reinterpret_cast<float2*>(dw + neurons[i] * a.k + unit_column * kTileN + lane % 4 * 2);
+#pragma unroll
+      for (int first = 0; first < kTileN / 8; first += kAtOnce) {
+        float2 there[kAtOnce];
+#pragma unroll
+        for (int g = first; g < first + kAtOnce; ++g) {
+          if (8 * g < columns) there[g - first] = to[4 * g];
+        }
+#pragma unroll
+        for (int g = first; g < first + kAtOnce; ++g) {
+          const float2 v = there[g - first];
+          if (8 * g < columns) to[4 * g] = make_float2(v.x + d[4 * g + 2 * i], v.y + d[4 * g + 2 * i + 1]);
+        }
+      }
+    }
+  }
 };
 
-template <bool kPaired, class Out>
+template <bool kPaired, class Out, bool kAdd = false>
 __global__ void __launch_bounds__(kThreads, 1) tile_weights_kernel(const WeightGradient a) {
   extern __shared__ __align__(1024) uint8_t raw[];
   const Memory memory(raw);
@@ -421,7 +450,7 @@ __global__ void __launch_bounds__(kThreads, 1) tile_weights_kernel(const WeightG
     Producer<kPaired>(memory, a, gather, lane).run();
   } else {
     ptx::setmaxnreg_inc<kConsumerRegisters>();
-    Consumer<kPaired, Out>(memory, a, warp, lane).run();
+    Consumer<kPaired, Out, kAdd>(memory, a, warp, lane).run();
   }
 }
 
@@ -431,7 +460,8 @@ cudaError_t tile_weights(const WeightGradient& a, cudaStream_t stream) {
   const bool two = a.operands[1] != nullptr;
   const auto to_float = two ? tile_weights_kernel<true, float> : tile_weights_kernel<false, float>;
   const auto to_bf16 = two ? tile_weights_kernel<true, __nv_bfloat16> : tile_weights_kernel<false, __nv_bfloat16>;
-  return launch_persistent(a.float_dw ? to_float : to_bf16, kThreads, kSharedBytes, stream, a);
+  const auto add = two ? tile_weights_kernel<true, float, true> : tile_weights_kernel<false, float, true>;
+  return launch_persistent(a.add ? add : a.float_dw ? to_float : to_bf16, kThreads, kSharedBytes, stream, a);
 }
 
 }  // namespace sparsellm

@@ -25,8 +25,9 @@ import triton
 from torch import Tensor
 
 from sparsellm.ops import borders, cuda
+from sparsellm.ops.accumulation import shared
 from sparsellm.ops.borders import ALONE
-from sparsellm.ops.cuda import COUNTS, Forward, readable
+from sparsellm.ops.cuda import COUNTS, Forward, cast_weight, readable
 from sparsellm.ops.plan import Engine, Plan
 from sparsellm.ops.triton import clusters, dense, nonzeros, plan, products, tuning
 from sparsellm.ops.triton.transpose import transposed
@@ -114,10 +115,10 @@ def forward(
     m, n = x.shape[0], w_down.shape[1]
     if not m:
         return cuda.nothing(x, n)
-    x, w_up = readable(x), readable(w_up, x.dtype)
-    w_gate = None if w_gate is None else readable(w_gate, x.dtype)
+    x, w_up = readable(x), cast_weight(w_up, x.dtype)
+    w_gate = None if w_gate is None else cast_weight(w_gate, x.dtype)
     if of.engine == Engine.dense:
-        return _dense_forward(x, w_gate, w_up, readable(w_down, x.dtype), saving)
+        return _dense_forward(x, w_gate, w_up, cast_weight(w_down, x.dtype), saving)
     w_down_t = _by_neuron(w_down, w_down_t, x.dtype)
     sizes, programs = tuning.of(x.device)
     few = of.engine == Engine.row
@@ -158,10 +159,10 @@ def backward(
     if not m:
         return [torch.zeros_like(t) for t in (x, w_gate, w_up, w_down) if t is not None]
     engine, float_weights = cuda.engine_of(saved), w_down.dtype == torch.float32
-    x, dy, dl1, w_up = readable(x), readable(dy), readable(dl1.float().reshape(1)), readable(w_up, x.dtype)
-    w_gate = None if w_gate is None else readable(w_gate, x.dtype)
+    x, dy, dl1, w_up = readable(x), readable(dy), readable(dl1.float().reshape(1)), cast_weight(w_up, x.dtype)
+    w_gate = None if w_gate is None else cast_weight(w_gate, x.dtype)
     if engine == Engine.dense:
-        return _dense_backward(x, w_gate, w_up, readable(w_down, x.dtype), dy, dl1, saved)
+        return _dense_backward(x, w_gate, w_up, cast_weight(w_down, x.dtype), dy, dl1, saved)
     k, gated, (sizes, programs) = x.shape[1], w_gate is not None, tuning.of(x.device)
     w_down_t, first = _by_neuron(w_down, None, x.dtype), w_up if w_gate is None else w_gate
     kept = _found(saved, x, n, gated)
@@ -287,7 +288,9 @@ def _gathered(
 
 def _by_neuron(w_down: Tensor, w_down_t: Tensor | None, dtype: torch.dtype) -> Tensor:
     """w_down_t, or w_down transposed, in `dtype`."""
-    return transposed(readable(w_down), dtype) if w_down_t is None else readable(w_down_t, dtype)
+    if w_down_t is not None:
+        return readable(w_down_t, dtype)
+    return shared(w_down, "by neuron", lambda: transposed(readable(w_down), dtype))
 
 
 # The saved buffer.
