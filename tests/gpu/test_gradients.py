@@ -11,6 +11,7 @@ from kernel_cases import DEVICE, GATED, assert_as_accurate, assert_equal, produc
 
 from scripts.benchmarks import patterns
 from sparsellm.ops import Plan, borders, feedforward
+from sparsellm.ops.accumulation import accumulation
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels")]
 ENGINES = ("dense", "tile")
@@ -187,6 +188,51 @@ def test_gradients_are_exact_whichever_tiles_overflow(heavy, ordered, gated, mon
     names = ("dx", "dw_gate", "dw_up", "dw_down") if gated else ("dx", "dw_up", "dw_down")
     for name, ours, right in zip(names, found, stepwise(x, ws, dy, float_weights=True), strict=True):
         assert_equal(ours, right, f"{heavy} heavy tokens, {tiles} tiles: {name}")
+
+
+@GATED
+@ENGINE
+@pytest.mark.parametrize("keeps_casts", [False, True])
+@pytest.mark.parametrize(("m", "k", "n"), [(100, 8, 72), (1500, 264, 1000), (2100, 2048, 5632)])
+def test_micro_batches_that_share_casts_and_sums_have_the_gradients_that_autograd_adds(
+    m, k, n, keeps_casts, engine, gated
+):
+    """Bit for bit. A neuron that fires in no token of a micro-batch keeps the sum of the others."""
+    x, ws = cases.normal(m, k, n, gated, rate=0.05)
+    others = x[:, 1:]  # column 0 is constant; neurons fire more rarely for smaller inputs
+    xs = [x, *(torch.cat([x[:, :1], other], 1) for other in (others.roll(3, 1), others * 0.5))]
+
+    def step(shares):
+        weights = [w.float().requires_grad_() for w in ws]
+        with accumulation(weights if shares else [], keeps_casts) as shared:
+            for x in xs:
+                shared.next_micro_batch()
+                cases.poison()
+                with torch.autocast("cuda", torch.bfloat16):
+                    out = feedforward(x, *cases.layer(weights), Plan.of(engine))
+                ((out.y.double() ** 2).sum() + DL1 * out.l1.double()).backward()
+                assert out.rest_calls == 0
+        return [w.grad for w in weights]
+
+    for name, ours, right in zip(["gate", "up", "down"][3 - len(ws) :], step(True), step(False), strict=True):
+        assert_equal(ours, right, f"M {m}, K {k}, N {n}: dw_{name}")
+
+
+@GATED
+def test_sums_of_gradients_are_exact_where_tiles_overflow(gated, monkeypatch):
+    monkeypatch.setattr(borders, "capacity", lambda *_: 20_000)
+    x, ws = cases.integers(1100, 72, 264, gated)
+    dy, weights = small(*x.shape, seed=1), [w.float().requires_grad_() for w in ws]
+    with accumulation(weights, keeps_casts=True) as shared:
+        for _ in range(3):
+            shared.next_micro_batch()
+            cases.poison()
+            with torch.autocast("cuda", torch.bfloat16):
+                out = feedforward(x, *cases.layer(weights), Plan.of("tile"))
+            ((out.y.double() * dy.double()).sum() + DL1 * out.l1.double()).backward()
+            assert out.rest_calls == 1
+    for w, right in zip(weights, stepwise(x, ws, dy, float_weights=True)[1:], strict=True):
+        assert_equal(w.grad, 3 * right, "the sum of three micro-batches")
 
 
 @GATED

@@ -110,6 +110,31 @@ def tensors(trainer):
     return {name: t.cpu() for name, t in trainer._tensors(trainer.silent.reduced()).items()}
 
 
+@pytest.mark.parametrize("gated", ["true", "false"], ids=["gated", "nongated"])
+def test_micro_batches_that_share_casts_and_sums_train_the_same_bits(gated, tmp_path, monkeypatch):
+    set_determinism(RuntimeConfig(deterministic=True))
+    overrides = [*CUDA, "runtime.deterministic=true", "model.hidden_size=256", "model.num_heads=4"]
+    overrides += ["model.intermediate_size=1024", f"model.gated={gated}", "training.batch_size=12"]
+    found = {}
+    try:
+        for shares in (True, False):
+            if not shares:
+                monkeypatch.setattr(plans.Plans, "weights", lambda _: [])
+            with small_trainer(tmp_path / str(shares), *overrides) as trainer:
+                for of_layer, engine in zip(trainer.plans.tensors, ("tile", "dense"), strict=True):
+                    of_layer.copy_(Plan.of(engine, room=1024).tensor())
+                trainer.micro_batch.choose()
+                assert trainer.micro_batch.shares_casts
+                batches = trainer.data.batches(None)
+                for _ in range(4):
+                    trainer.advance(batches)
+                found[shares] = tensors(trainer)
+        assert [name for name in found[True] if not torch.equal(found[True][name], found[False][name])] == []
+    finally:
+        torch.use_deterministic_algorithms(False)
+        os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+
+
 @pytest.mark.parametrize("recompute", ["false", "true"])
 def test_a_deterministic_run_resumes_bit_for_bit(recompute, tmp_path):
     set_determinism(RuntimeConfig(deterministic=True))
