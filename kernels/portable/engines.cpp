@@ -389,9 +389,9 @@ cudaError_t tile_backward(const Layer& a, const TileShape& s, const void* dy, co
                            void* second_dw, bool add) -> cudaError_t {
     void* second = second_list != nullptr ? w.second_operand : nullptr;
     SPARSELLM_TRY(tile_operands({{list, second_list}, {w.operand, second}, w.plan, a.m, a.n}, stream));
-    return tile_weights(
-        {{w.operand, second}, rows, w.plan, a.m, a.k, a.n, {dw, second_dw}, d.float_weights, add, w.partials, w.tickets},
-        stream);
+    const WeightGradient gradient = {{w.operand, second}, rows, w.plan,     a.m,       a.k, a.n, {dw, second_dw},
+                                     d.float_weights,     add,  w.partials, w.tickets};
+    return tile_weights(gradient, stream);
   };
   SPARSELLM_TRY(weights(w.dz_by_neuron, w.du_by_neuron, a.x, dw_first, dw_second, d.add));
   SPARSELLM_TRY(weights(w.h_by_neuron, nullptr, dy, w.dw_down_t, nullptr, false));

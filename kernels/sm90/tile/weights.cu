@@ -22,8 +22,8 @@
 // finish adds them up.
 //
 // Numerics: dW is accumulated in float32 over a tile's slots, block by block in ascending order; sums of pieces are
-// added in order. dW is rounded to bf16 once, or not at all if dW is float32; then it may be added, once, to the float32
-// sums that are there. Deterministic.
+// added in order. dW is rounded to bf16 once, or not at all if dW is float32. A float32 dW may be added to what is there,
+// which rounds once more. Deterministic.
 #include "common/host.h"
 #include "common/wgmma.cuh"
 #include "tile/gather.cuh"
