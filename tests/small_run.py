@@ -111,8 +111,10 @@ def first_gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 if __name__ == "__main__":
-    path = Path(sys.argv[1])
-    with small_trainer(path.parent / "run", *sys.argv[2:]) as trainer:
+    path, planned = Path(sys.argv[1]), "planned" in sys.argv
+    with small_trainer(path.parent / "run", *(word for word in sys.argv[2:] if word != "planned")) as trainer:
+        if planned:
+            force_plans(trainer)
         gradients, silent_tokens = first_gradients(trainer), trainer.silent.reduced()
         if trainer.ranks.is_main:
             torch.save({"gradients": gradients, "silent_tokens": silent_tokens}, path)

@@ -106,9 +106,12 @@ def test_the_gradient_has_the_coefficient_in_force(normalization, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("way", [[], ["planned"]], ids=["traced", "planned"])
 @pytest.mark.parametrize("overrides", [[], FEW_TOKENS], ids=["unequal", "few_tokens"])
-def test_two_ranks_have_the_gradient_and_the_silent_neurons_of_one_big_batch(overrides, tmp_path):
-    torchrun(2, SMALL_RUN, tmp_path / "step.pt", "runtime.micro_batch_size=3", *overrides)
+def test_two_ranks_have_the_gradient_and_the_silent_neurons_of_one_big_batch(overrides, way, tmp_path):
+    """Planned layers add their gradients to those of earlier micro-batches themselves."""
+    size = 1 if overrides else 3
+    torchrun(2, SMALL_RUN, tmp_path / "step.pt", f"runtime.micro_batch_size={size}", *overrides, *way)
     two = torch.load(tmp_path / "step.pt", weights_only=True)
     with small_trainer(tmp_path / "one", *overrides) as trainer:
         assert_equal_gradients(two["gradients"], first_gradients(trainer))

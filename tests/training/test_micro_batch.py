@@ -12,10 +12,12 @@ import pytest
 import torch
 from processes import torchrun
 from small_memory import OUT_OF_MEMORY, ROOMY, FakeGpu, become_sparse, sparse_layers_save_nothing
-from small_run import signal_after, small_trainer
+from small_run import force_plans, signal_after, small_trainer
+from whole_config import step_memory
 
-from sparsellm.config import Shard, from_overrides
+from sparsellm.config import Precision, Shard, from_overrides
 from sparsellm.config.groups import choices
+from sparsellm.ops import Plan
 from sparsellm.runs import report
 from sparsellm.runs.metrics import METRICS, read
 from sparsellm.training import memory, micro_batch, plans
@@ -84,6 +86,41 @@ def test_a_line_says_what_memory_is_used_for_and_how_much_is_left(tmp_path):
         assert "activations 1.0, teacher 2.0 GiB; peak 3.0 GiB of 5.0 GiB (2.0 GiB free)" in str(chosen)
         gpu.bytes = 0
         assert "peak 3.0 GiB of 0.0 GiB (3.0 GiB too much)" in str(chosen)
+
+
+@pytest.mark.parametrize("given", ["auto", "4"])
+def test_micro_batches_share_casts_of_weights_only_where_memory_allows(given, tmp_path, monkeypatch):
+    overrides = [*AUTO, f"runtime.micro_batch_size={given}", "runtime.precision=bfloat16"]
+    with small_trainer(tmp_path / "run", *overrides) as trainer:
+        force_plans(trainer)
+        gpu, chosen, shared = FakeGpu(trainer, sequences=5), trainer.micro_batch, []
+        casts = chosen.memory.shared_casts(trainer.plans.plans)
+        assert casts == 2 * sum(w.numel() for w in trainer.plans.weights()) > 0
+        passes = chosen.passes
+        monkeypatch.setattr(chosen, "passes", lambda *given: (shared.append(chosen.shares_casts), passes(*given)))
+        chosen.choose()
+        assert chosen.size == 4
+        needed = chosen.usage(Setting(4)).total
+        for room, shares in ((1.03 * (needed + casts), True), (needed + casts - 1, False)):
+            chosen.capacity, gpu.bytes = (int(room) if given == "auto" else None), int(room)
+            chosen.restored = given == "auto"
+            chosen.choose()
+            assert (chosen.size, chosen.shares_casts) == (4, shares)
+            assert ("casts of weights 0.0" in str(chosen)) == shares
+        chosen.room = 10 * needed
+        chosen.setting = Setting(12)  # one micro-batch
+        assert not chosen.shares_casts
+        assert not any(shared)  # the passes that measure memory leave them out
+        assert len(shared) == (6 if given == "auto" else 0)
+
+
+def test_steps_in_float32_and_sharded_steps_have_no_casts_to_share(tmp_path):
+    memory = step_memory(from_overrides(["experiment=1p5b"]))
+    planned = [Plan.of("tile")] * 28
+    assert memory.shared_casts(planned) == 28 * 3 * 2048 * 5632 * 2
+    assert memory.shared_casts([None] * 28) == replace(memory, sharing=Sharing(8)).shared_casts(planned) == 0
+    in_float32 = replace(memory.runtime, precision=Precision.float32)
+    assert replace(memory, runtime=in_float32).shared_casts(planned) == 0
 
 
 def test_a_size_whose_real_passes_run_out_of_memory_is_not_taken(tmp_path, capsys):

@@ -371,3 +371,23 @@ def test_rows_tell_the_plans_and_what_they_save(tmp_path):
     assert all(row["plan_per_layer"] == ["dense", "dense"] for row in rows)
     fit(tmp_path / "recomputed", **{"runtime.recompute": "true"})
     assert all(row["ffn_saved_bytes"] == 0 for row in read(tmp_path / "recomputed" / METRICS))
+
+
+def test_planned_layers_add_to_the_gradients_of_earlier_micro_batches_with_the_same_bits(tmp_path, monkeypatch):
+    def gradients(name):
+        with small_trainer(tmp_path / name, "runtime.micro_batch_size=3") as trainer:
+            force_plans(trainer)
+            return first_gradients(trainer), len(trainer.plans.weights())
+
+    (ours, shared), _ = gradients("ours"), monkeypatch.setattr(Plans, "weights", lambda _: [])
+    theirs, unshared = gradients("autograd")
+    assert (shared, unshared) == (6, 0)
+    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+
+
+def test_while_pytorch_computes_the_layers_they_share_nothing():
+    with fake() as plans:
+        plans.blocks = [SimpleNamespace(parameters=lambda: ["gate", "up", "down"])] * 2
+        assert len(plans.weights()) == 6
+        plans.idle = True
+        assert plans.weights() == []

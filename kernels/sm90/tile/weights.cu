@@ -22,8 +22,8 @@
 // finish adds them up.
 //
 // Numerics: dW is accumulated in float32 over a tile's slots, block by block in ascending order; sums of pieces are
-// added in order. dW is rounded to bf16 once, or not at all if dW is float32. A float32 dW may be added to what is there,
-// which rounds once more. Deterministic.
+// added in order. dW is rounded to bf16 once, or not at all if dW is float32. A float32 dW may be added to what is
+// there, which rounds once more. Deterministic.
 #include "common/host.h"
 #include "common/wgmma.cuh"
 #include "tile/gather.cuh"
@@ -409,25 +409,32 @@ struct Consumer {
     }
   }
 
-  // Adds to what is there, with kAtOnce loads in flight per lane, as many as its registers hold.
+  // Adds to what is there. Whole tiles of columns need no predicates, which are too few for many loads at once.
   __device__ __forceinline__ void add_floats(const int (&neurons)[2], int unit_column, const Accumulators& d) const {
-    constexpr int kAtOnce = 16;
     const int columns = static_cast<int>(a.k) - unit_column * kTileN;
+    if (columns >= kTileN) {
+      add_columns<16>(neurons, unit_column, kTileN, d);
+    } else {
+      add_columns<1>(neurons, unit_column, columns, d);
+    }
+  }
+  template <int kAtOnce>  // loads in flight per lane
+  __device__ __forceinline__ void add_columns(const int (&neurons)[2], int unit_column, int columns,
+                                              const Accumulators& d) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (neurons[i] < 0) continue;
       float2* to = reinterpret_cast<float2*>(dw + neurons[i] * a.k + unit_column * kTileN + lane % 4 * 2);
 #pragma unroll
       for (int first = 0; first < kTileN / 8; first += kAtOnce) {
+        if (8 * first >= columns) break;
         float2 there[kAtOnce];
 #pragma unroll
-        for (int g = first; g < first + kAtOnce; ++g) {
-          if (8 * g < columns) there[g - first] = to[4 * g];
-        }
+        for (int g = 0; g < kAtOnce; ++g) there[g] = to[4 * (first + g)];
 #pragma unroll
-        for (int g = first; g < first + kAtOnce; ++g) {
-          const float2 v = there[g - first];
-          if (8 * g < columns) to[4 * g] = make_float2(v.x + d[4 * g + 2 * i], v.y + d[4 * g + 2 * i + 1]);
+        for (int g = 0; g < kAtOnce; ++g) {
+          const int at = 4 * (first + g) + 2 * i;
+          to[4 * (first + g)] = make_float2(there[g].x + d[at], there[g].y + d[at + 1]);
         }
       }
     }
