@@ -13,6 +13,9 @@ is set). Between a micro-batch's forward and backward pass a compiled layer keep
 and, for any number of tokens, its weights in the compute dtype. A layer that is not compiled keeps more. Memory peaks
 while the head computes (`_head`) or during the last layer's backward (`_last_layer`).
 
+If the micro-batches of a step share casts of the feedforward weights (`shared_casts`, as training/micro_batch.py
+decides), a step needs E bytes more for each such weight.
+
 A linear layer in FP8 by torchao (runtime.float8) keeps less, with either recipe. torchao saves its input and its
 float32 weight, which exists anyway, and rounds both to FP8 again in backward. So there is no copy of the weight in the
 compute dtype, and compiled backward computes the normalised input, and h of a feedforward layer, from other saved

@@ -77,6 +77,8 @@ COMPARED = {
     "RESULTS.md#our-coefficient-and-the-papers": losses.coefficients,
     "RESULTS.md#training-step-speed-and-memory":
         partial(speeds.training_steps, *(f"training_step_{name}.json" for name in speeds.TRAINING_STEPS), peaks=True),
+    "RESULTS.md#training-step-speed-and-memory 2":
+        partial(speeds.training_steps, *(f"training_step_two_{n}.json" for n in (5632, 11264, 16384)), peaks=True),
     "RESULTS.md#the-trainer-of-transformers": speeds.trainers,
     "RESULTS.md#forward-pass-of-whole-models": speeds.forward_pass,
     "RESULTS.md#benchmark-compared-with-the-scripts": speeds.benchmark_and_script,
