@@ -1,6 +1,6 @@
 """What the micro-batches of one optimizer step share, so that each of them does less.
 
-Inside `accumulation(weights)`, the feedforward operator
+Inside `accumulating(weights)`, the feedforward operator
 
     keeps casts   the bfloat16 copies of weights that the first micro-batch makes serve all others, forward and backward
     adds          backward adds a weight's gradient to the sum over the earlier micro-batches, in place, and returns the
@@ -24,9 +24,8 @@ class Accumulation:
     def __init__(self, weights: Sequence[Tensor], keeps_casts: bool) -> None:
         self.weights = {weight.data_ptr(): weight for weight in weights}
         self.keeps_casts = keeps_casts
-        self.casts: dict[
-            tuple[int, str], tuple[int, Tensor]
-        ] = {}  # (the weight's version, its copy) by address, layout
+        # (the weight's version, its copy), by the weight's address and the copy's layout
+        self.casts: dict[tuple[int, str], tuple[int, Tensor]] = {}
         self.sums: dict[int, Tensor] = {}  # the gradients of earlier micro-batches by the address of the weight
 
     def next_micro_batch(self) -> None:
@@ -50,10 +49,11 @@ _current = Accumulation([], False)  # of this process's trainer; without weights
 
 
 @contextmanager
-def accumulation(weights: Sequence[Tensor], keeps_casts: bool) -> Iterator[Accumulation]:
+def accumulating(weights: Sequence[Tensor], keeps_casts: bool) -> Iterator[Accumulation]:
     """Within this context, the micro-batches of a step share what this module's docstring describes.
 
-    weights: of feedforward layers that the registered operator computes; unsharded, and unchanged within the context.
+    weights: of feedforward layers that the registered operator computes, which must receive these tensors, not copies
+    of them; contiguous and unsharded, and not changed within the context.
     keeps_casts: whether to keep copies in the compute dtype, which take half of the memory of float32 weights.
     """
     global _current

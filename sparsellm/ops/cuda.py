@@ -7,7 +7,7 @@ the inputs and loaded the kernels. Nothing here waits for the device. Non-contig
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -136,9 +136,9 @@ def backward(
 
     The tile engine returns float32 gradients for float32 weights; all other gradients have the dtype of x.
 
-    sums: gradients of earlier calls, float32, one for each weight. If none is missing, the tile engine adds to them in
-    place, rounding each sum once (dw_gate and dw_up where tiles overflow: twice), and returns them as the gradients of
-    the weights. The dense engine ignores them.
+    sums: gradients of earlier calls, one for each weight, contiguous. If all are there and in float32, the tile engine
+    adds to them in place, rounding each sum once (dw_gate and dw_up where tiles overflow: twice), and returns them as
+    the gradients of the weights. Otherwise, and in the dense engine, they are ignored.
     """
     if not x.shape[0]:
         return [torch.zeros_like(t) for t in (x, w_gate, w_up, w_down) if t is not None]
@@ -150,9 +150,10 @@ def backward(
         w_down, fused = cast_weight(w_down, x.dtype), borders.fuses(x.shape[0])
         made = _called("dense_backward", x, w_gate, w_up, w_down, dy, dl1, saved, fused)
         return made if w_gate is not None else [made[0], *made[2:]]
-    w_down_t, adding = _by_neuron(w_down, None, x.dtype), len(sums) > 0 and None not in sums
-    dtype = torch.float32 if float_weights else x.dtype
-    dws = cast(list[Tensor], list(sums)) if adding else [torch.empty_like(w, dtype=dtype) for w in weights]
+    w_down_t, dtype = _by_neuron(w_down, None, x.dtype), torch.float32 if float_weights else x.dtype
+    found = [total for total in sums if total is not None and total.dtype == dtype == torch.float32]
+    adding = len(found) == len(weights)
+    dws = found if adding else [x.new_empty(w.shape, dtype=dtype) for w in weights]
     targets = dws if w_gate is not None else [None, *dws]
     dx = _called("tile_backward", x, w_gate, w_up, w_down_t, dy, dl1, saved, *targets, adding)
     return [dx, *dws]

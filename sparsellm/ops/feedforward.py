@@ -82,7 +82,7 @@ def feedforward(
     """y = h w_down^T and the statistics of h, where h = relu(x w_gate^T) * (x w_up^T).
 
     Autocast sets the compute dtype. The registered operator casts the weights in forward and again in backward, so that
-    no cast copies occupy memory in between.
+    no cast copies occupy memory in between, unless a step's micro-batches share them (sparsellm.ops.accumulation).
 
     Args:
         x: [..., K]: M >= 0 tokens in any leading dimensions.
@@ -216,6 +216,8 @@ def first_order(
 #           the operator runs
 #   counts  int64 [5] in one tensor, because the results of an operator may not share memory, as five views would
 # Forward and backward each cast the weights to the dtype of x; the gradients have the weights' own dtypes.
+# Backward may return the sum of earlier micro-batches' gradients after adding to it in place. Nobody else holds that
+# tensor (sparsellm.ops.accumulation), so to autograd and to compilers it is a new one.
 # `feedforward` has cast x to the autocast dtype, so both operators compute with autocast off.
 
 

@@ -37,7 +37,7 @@ from sparsellm.hf import card, conversion
 from sparsellm.inference.accelerate import accelerate
 from sparsellm.model.dtypes import DTYPES
 from sparsellm.ops import backend
-from sparsellm.ops.accumulation import accumulation
+from sparsellm.ops.accumulation import accumulating
 from sparsellm.runs import layout, metrics, report
 from sparsellm.runs.checkpoint import CheckpointError, Checkpoints
 from sparsellm.runs.divergence import LossRange
@@ -273,9 +273,9 @@ class Trainer:
         l1_weight = l1_coefficient(self.tokens, sparsity) / l1_denominator(sparsity.l1_normalization, model)
         scale = self.ranks.world_size / self.config.training.tokens_per_step
         micro_batches = tokens.to(self.ranks.device, non_blocking=True).split(size)
-        shares = len(micro_batches) > 1 and not sharding.is_sharded(self.model)
-        weights = self.plans.weights() if self.plans is not None and shares else []
-        with accumulation(weights, self.micro_batch.shares_casts) as accumulated:
+        accumulates = len(micro_batches) > 1 and not sharding.is_sharded(self.model)
+        weights = self.plans.weights() if self.plans is not None and accumulates else []
+        with accumulating(weights, self.micro_batch.shares_casts) as accumulated:
             for i, micro_batch in enumerate(micro_batches):
                 accumulated.next_micro_batch()
                 last = reduce and i == len(micro_batches) - 1

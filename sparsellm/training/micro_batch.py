@@ -44,12 +44,15 @@ MOST_TOKENS = 131_072  # maximum tokens per micro-batch; more was not measured, 
 SETTLED = 4  # a larger size must fit at this many plan decisions in a row (32 steps) before it is used
 WORTH = 0.01  # fraction of a step's time that a larger size must save: it compiles anew and needs more memory
 MARGIN = 0.02  # fraction of the estimated memory that is reserved for fragmentation
-TIGHT = 0.1  # if less than this fraction of the estimate is free after plans changed, cached blocks are released
+TIGHT = (
+    0.1  # if less than this fraction of the estimate is free, casts are not shared, and new plans release cached blocks
+)
 RECOMPUTING = 4 / 3  # time of a step that recomputes: two forward passes and a backward pass are 8 FLOP instead of 6
 # Each micro-batch also casts weights, adds gradients and communicates, which takes as long as computing this many
-# tokens. Solved from pairs of measured speeds: two sizes of 1.5B and of 2B, and the three values of runtime.shard for
-# 1.5B and 7B on two GPUs (docs/RESULTS.md, "Sharded training" and "Dense training"). They predict the speed of 2B that
-# recomputes, 0.79 of the speed without recomputation, to 1%.
+# tokens; less since micro-batches share casts, which was not measured. Solved from pairs of measured speeds: two sizes
+# of 1.5B and of 2B, and the three values of runtime.shard for 1.5B and 7B on two GPUs (docs/RESULTS.md, "Sharded
+# training" and "Dense training"). They predict the speed of 2B that recomputes, 0.79 of the speed without
+# recomputation, to 1%.
 PER_MICRO_BATCH = {Shard.none: 800, Shard.optimizer: 1_400, Shard.full: 2_600}
 
 
@@ -131,7 +134,9 @@ class MicroBatch:
         if self.auto:
             self._choose()
         if self.gpu is not None:
-            self.room = self.capacity or min(gather(self.gpu.available()))
+            now = min(gather(self.gpu.available()))
+            # Without measured passes, something must be left for what the estimate does not count.
+            self.room = now - UNMEASURED if self.capacity is None else min(now, self.capacity)
 
     def _choose(self) -> None:
         self._read_record()
@@ -223,12 +228,12 @@ class MicroBatch:
 
     @property
     def shares_casts(self) -> bool:
-        """Whether the micro-batches of the next step share casts of weights: if there are several, and memory for it.
-        Casts never reduce the size."""
+        """Whether the micro-batches of the next step share casts of weights: if there are several, and memory for the
+        casts with a fraction TIGHT of the estimate to spare. So casts never make the size smaller."""
         if self.room is None or self.size == self.share:
             return False
         casts = self.memory.shared_casts(self._plans())
-        return casts > 0 and (self._needed(self.setting) + casts) * (1 + MARGIN) <= self.room
+        return casts > 0 and (self._needed(self.setting) + casts) * (1 + TIGHT) <= self.room
 
     def _needed(self, setting: Setting) -> int:
         return self.usage(setting).total + self.teacher_bytes
@@ -307,15 +312,22 @@ class MicroBatch:
         self._take(setting)
 
     def run(self, step: int, accumulate: Callable[[int], StepSums]) -> StepSums:
-        """Run `accumulate(size)` for `step`. If memory runs out, retry with half the size, or raise OutOfMemory."""
+        """Run `accumulate(size)` for `step`. If memory runs out, retry without shared casts, then with half the size,
+        or raise OutOfMemory."""
         while True:
+            shared = self.shares_casts
             try:
                 return accumulate(self.size)
             except torch.OutOfMemoryError:
                 pass  # memory is freed below, because the exception's frames hold tensors
             self.drop_gradients()
             give_back()
-            self._halve(f"step {step:,}: out of memory with micro-batch {self.size}")
+            what = f"step {step:,}: out of memory with micro-batch {self.size}"
+            if shared and self.ranks.world_size == 1:
+                self.room = None
+                warn(f"{what}: repeating the step, from now on without shared casts of weights")
+            else:
+                self._halve(what)
 
     def _halve(self, what: str) -> None:
         if not self.auto:

@@ -60,7 +60,12 @@ class Plans:
 
     def weights(self) -> list[Tensor]:
         """The weights of the layers that the operator computes."""
-        return [w for plan, block in zip(self.plans, self.blocks, strict=True) if plan for w in block.parameters()]
+        return [
+            w
+            for plan, block in zip(self.plans, self.blocks, strict=True)
+            if plan is not None
+            for w in block.parameters()
+        ]
 
     @property
     def engines(self) -> list[str]:

@@ -11,7 +11,7 @@ from kernel_cases import DEVICE, GATED, assert_as_accurate, assert_equal, produc
 
 from scripts.benchmarks import patterns
 from sparsellm.ops import Plan, borders, feedforward
-from sparsellm.ops.accumulation import accumulation
+from sparsellm.ops.accumulation import accumulating
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels")]
 ENGINES = ("dense", "tile")
@@ -204,7 +204,7 @@ def test_micro_batches_that_share_casts_and_sums_have_the_gradients_that_autogra
 
     def step(shares):
         weights = [w.float().requires_grad_() for w in ws]
-        with accumulation(weights if shares else [], keeps_casts) as shared:
+        with accumulating(weights if shares else [], keeps_casts) as shared:
             for x in xs:
                 shared.next_micro_batch()
                 cases.poison()
@@ -223,7 +223,7 @@ def test_sums_of_gradients_are_exact_where_tiles_overflow(gated, monkeypatch):
     monkeypatch.setattr(borders, "capacity", lambda *_: 20_000)
     x, ws = cases.integers(1100, 72, 264, gated)
     dy, weights = small(*x.shape, seed=1), [w.float().requires_grad_() for w in ws]
-    with accumulation(weights, keeps_casts=True) as shared:
+    with accumulating(weights, keeps_casts=True) as shared:
         for _ in range(3):
             shared.next_micro_batch()
             cases.poison()

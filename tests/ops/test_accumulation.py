@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from sparsellm.ops import Plan, accumulation, cuda, feedforward
-from sparsellm.ops.accumulation import accumulation as sharing
+from sparsellm.ops.accumulation import accumulating
 
 M, K, N = 24, 16, 40
 LAYERS = pytest.mark.parametrize("gated", [True, False], ids=["gated", "nongated"])
@@ -40,7 +40,7 @@ def micro_batches(count=4):
 def step(model, run=None, shares=True, keeps_casts=True, after=lambda model: None):
     """The gradients of a step of four micro-batches, under autocast."""
     weights = list(model.weights) if shares else []
-    with sharing(weights, keeps_casts) as shared:
+    with accumulating(weights, keeps_casts) as shared:
         for x in micro_batches():
             shared.next_micro_batch()
             with torch.autocast("cpu", torch.bfloat16):
@@ -127,7 +127,7 @@ def test_a_weight_that_changes_is_cast_anew():
         made.append(weight.detach().bfloat16())
         return made[-1]
 
-    with sharing([weight], keeps_casts=True):
+    with accumulating([weight], keeps_casts=True):
         assert accumulation.shared(weight, "cast", make) is accumulation.shared(weight, "cast", make) is made[0]
         with torch.no_grad():
             weight += 1

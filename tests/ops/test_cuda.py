@@ -146,8 +146,30 @@ def test_gradients_of_any_layout_are_read(engine):
     assert pieces[1].data_ptr() % cuda.ALIGNMENT
     strided = torch.empty(9, 32, dtype=torch.bfloat16)[:, ::2].copy_(dy)
     expected = cuda.backward(x, *ws, dy, pieces[1].clone(), saved)
-    for ours, theirs in zip(cuda.backward(x, *ws, strided, pieces[1], saved), expected, strict=True):
-        assert torch.equal(ours, theirs)
+    column_major = [w.t().contiguous().t() for w in ws]
+    for weights_read in (ws, column_major):
+        for ours, theirs in zip(cuda.backward(x, *weights_read, strided, pieces[1], saved), expected, strict=True):
+            assert torch.equal(ours, theirs)
+            assert ours.is_contiguous()
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("gated", [True, False])
+def test_the_tile_engine_adds_to_float32_sums_only_if_none_is_missing(gated):
+    x, ws = tokens(9, 16, torch.bfloat16), weights(16, 264, gated, torch.float32, requires_grad=False)
+    three = [None] * (3 - len(ws)) + ws
+    dy, dl1 = tokens(9, 16, torch.bfloat16, seed=3), torch.tensor(0.5)
+    _, saved = forward(x, [w.bfloat16() for w in ws], Plan(Engine.tile), saving=True)
+    dx, *dws = cuda.backward(x, *three, dy, dl1, saved)
+    sums = [torch.ones_like(w) for w in ws]
+    found = cuda.backward(x, *three, dy, dl1, saved, sums)
+    assert torch.equal(found[0], dx)
+    for ours, total, dw in zip(found[1:], sums, dws, strict=True):
+        assert ours is total
+        assert torch.equal(ours, 1 + dw)
+    for ignored in ([None, *sums[1:]], [total.bfloat16() for total in sums], []):
+        for ours, dw in zip(cuda.backward(x, *three, dy, dl1, saved, ignored)[1:], dws, strict=True):
+            assert torch.equal(ours, dw)
 
 
 @pytest.mark.usefixtures("stand_ins")

@@ -22,7 +22,7 @@ from sparsellm.runs import report
 from sparsellm.runs.metrics import METRICS, read
 from sparsellm.training import memory, micro_batch, plans
 from sparsellm.training.memory import GIB, Sharing
-from sparsellm.training.micro_batch import RECORD, MicroBatchError, OutOfMemory, Setting
+from sparsellm.training.micro_batch import RECORD, UNMEASURED, MicroBatchError, OutOfMemory, Setting
 
 AUTO = [
     "runtime.micro_batch_size=auto", "runtime.recompute=false", "runtime.deterministic=false", "training.batch_size=12",
@@ -101,8 +101,9 @@ def test_micro_batches_share_casts_of_weights_only_where_memory_allows(given, tm
         chosen.choose()
         assert chosen.size == 4
         needed = chosen.usage(Setting(4)).total
-        for room, shares in ((1.03 * (needed + casts), True), (needed + casts - 1, False)):
-            chosen.capacity, gpu.bytes = (int(room) if given == "auto" else None), int(room)
+        reserve = 0 if given == "auto" else UNMEASURED  # a given size is not measured
+        for room, shares in ((1.11 * (needed + casts), True), (1.09 * (needed + casts), False)):
+            chosen.capacity, gpu.bytes = (2 * int(room) if given == "auto" else None), int(room) + reserve
             chosen.restored = given == "auto"
             chosen.choose()
             assert (chosen.size, chosen.shares_casts) == (4, shares)
@@ -112,6 +113,35 @@ def test_micro_batches_share_casts_of_weights_only_where_memory_allows(given, tm
         assert not chosen.shares_casts
         assert not any(shared)  # the passes that measure memory leave them out
         assert len(shared) == (6 if given == "auto" else 0)
+
+
+@pytest.mark.parametrize("given", ["auto", "4"])
+def test_a_step_that_runs_out_of_memory_first_gives_up_shared_casts(given, tmp_path, capsys):
+    overrides = [*AUTO, f"runtime.micro_batch_size={given}", "runtime.precision=bfloat16"]
+    with small_trainer(tmp_path / "run", *overrides) as trainer:
+        force_plans(trainer)
+        chosen, fails = trainer.micro_batch, iter([True, False, False, True])
+        FakeGpu(trainer, sequences=5)
+        chosen.choose()
+        chosen.room = GIB
+        assert chosen.shares_casts
+
+        def accumulate(size):
+            if next(fails):
+                raise torch.OutOfMemoryError
+            return size
+
+        assert chosen.run(3, accumulate) == 4
+        assert not chosen.shares_casts
+        said = "step 3: out of memory with micro-batch 4: repeating the step, from now on without shared casts"
+        assert said in capsys.readouterr().err
+        assert chosen.run(4, accumulate) == 4
+        fails = iter([True, False])
+        if given == "auto":
+            assert chosen.run(5, accumulate) == 2
+        else:
+            with pytest.raises(OutOfMemory):
+                chosen.run(5, accumulate)
 
 
 def test_steps_in_float32_and_sharded_steps_have_no_casts_to_share(tmp_path):

@@ -280,7 +280,7 @@ struct Consumer {
       if constexpr (sizeof(Out) == 4) {
         if constexpr (!kAdd) {
           store_floats(neurons, unit.column, d);
-        } else if (piece.parts > 1 || work.steps != 0) {
+        } else if (piece.parts > 1 || work.steps != 0) {  // otherwise the sums are zero
           add_floats(neurons, unit.column, d);
         }
       } else {
