@@ -7,9 +7,9 @@ Runs all parts unless some are named; few: cases of few tokens.
 Entries are small integers, so every engine must return the y and l1 of the reference on the CPU, bit for bit. A
 difference means that the sanitizer stopped a kernel, or that a kernel computes something else when it is slowed down.
 The backward part compares the gradients of the weights, bfloat16 and (rounded) float32, with enough capacity in the
-tile engine's lists, with so little that all token tiles leave the engine, and in float32 with a capacity for some. A
-layer contains the cases at which kernels branch: a token that fires almost no neuron, a token that fires every neuron,
-a neuron that fires for every token.
+tile engine's lists, with so little that all token tiles leave the engine, and in float32 with a capacity for some, and
+added in place to those of another micro-batch. A layer contains the cases at which kernels branch: a token that fires
+almost no neuron, a token that fires every neuron, a neuron that fires for every token.
 
 --without-products skips the dense engine's cuBLAS GEMMs, because under racecheck (2025.3, driver 580) any of them
 ends in an illegal access, whichever kernels are checked. Results that depend on them are then not compared.
@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from sparsellm.ops import Plan, borders, build, cuda, feedforward, float8_gate, twell
+from sparsellm.ops.accumulation import accumulating
 from sparsellm.ops.borders import MANY_TOKENS
 from sparsellm.ops.feedforward import forward
 from sparsellm.ops.float8_gate import Float8Rows
@@ -74,18 +75,22 @@ def run(engine: str, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def gradients(
-    engine: str, *inputs: Tensor, stored: torch.dtype = torch.bfloat16, in_float8: bool = False
+    engine: str, *inputs: Tensor, stored: torch.dtype = torch.bfloat16, in_float8: bool = False, added: bool = False
 ) -> tuple[Tensor, ...]:
     """Returns (dw of each weight, rounded to bfloat16, ..., nnz), computed by `engine` on the inputs' device, from
-    weights of dtype `stored`. dy alternates between 0 and 1, and dl1 is 1. in_float8: the gate product is in FP8."""
+    weights of dtype `stored`. dy alternates between 0 and 1, and dl1 is 1. in_float8: the gate product is in FP8.
+    added: the gradients of two equal micro-batches, added in place, and halved."""
     x, *ws = inputs
     ws = [w.detach().to(stored).requires_grad_() for w in ws]
-    with torch.autocast(x.device.type, torch.bfloat16):
-        rounded = cuda.quantize_rows(x) if in_float8 else None
-        out = feedforward(*gated_layer(x, *ws), Plan.of(engine), rounded)
     dy = (torch.arange(x.numel(), device=x.device) % 2).view(x.shape).to(x.dtype)
-    found = torch.autograd.grad([out.y, out.l1], ws, [dy, torch.ones_like(out.l1)])
-    return *(dw.bfloat16() for dw in found), out.nnz
+    with accumulating(ws if added else [], keeps_casts=True) as shared:
+        for _ in range(2 if added else 1):
+            shared.next_micro_batch()
+            with torch.autocast(x.device.type, torch.bfloat16):
+                rounded = cuda.quantize_rows(x) if in_float8 else None
+                out = feedforward(*gated_layer(x, *ws), Plan.of(engine), rounded)
+            torch.autograd.backward([out.y, out.l1], [dy, torch.ones_like(out.l1)])
+    return *((w.grad / (2 if added else 1)).bfloat16() for w in ws), out.nnz
 
 
 def leave_out_products() -> None:
@@ -174,7 +179,14 @@ def check(parts: Sequence[str], products: bool) -> list[str]:
                     of_call = patch.object(borders, "capacity", lambda *_, capacity=capacity: capacity)
                     with nullcontext() if capacity is None else of_call:
                         found = gradients("tile", *on_device, stored=stored)
+                        sums = (
+                            gradients("tile", *on_device, stored=stored, added=True)
+                            if stored == torch.float32
+                            else None
+                        )
                     compare(f"{name}, backward, {stored}{limited}", found, right)
+                    if sums is not None:
+                        compare(f"{name}, backward, {stored}{limited}, added in place", sums, right)
                 with patch.object(borders, "capacity", lambda *_: 64):  # all tiles overflow, and none is in FP8
                     found = gradients("tile", *on_device, stored=stored, in_float8=True)
                 compare(f"{name}, backward, {stored}, all tiles overflow, FP8", found[:-1], right[:-1])
