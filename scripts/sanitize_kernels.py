@@ -177,16 +177,10 @@ def check(parts: Sequence[str], products: bool) -> list[str]:
                     limits[", some tiles overflow"] = int(right[-1]) * 3 // 5
                 for limited, capacity in limits.items():
                     of_call = patch.object(borders, "capacity", lambda *_, capacity=capacity: capacity)
-                    with nullcontext() if capacity is None else of_call:
-                        found = gradients("tile", *on_device, stored=stored)
-                        sums = (
-                            gradients("tile", *on_device, stored=stored, added=True)
-                            if stored == torch.float32
-                            else None
-                        )
-                    compare(f"{name}, backward, {stored}{limited}", found, right)
-                    if sums is not None:
-                        compare(f"{name}, backward, {stored}{limited}, added in place", sums, right)
+                    for added in (False, True) if stored == torch.float32 else (False,):
+                        with nullcontext() if capacity is None else of_call:
+                            found = gradients("tile", *on_device, stored=stored, added=added)
+                        compare(f"{name}, backward, {stored}{limited}{', added' * added}", found, right)
                 with patch.object(borders, "capacity", lambda *_: 64):  # all tiles overflow, and none is in FP8
                     found = gradients("tile", *on_device, stored=stored, in_float8=True)
                 compare(f"{name}, backward, {stored}, all tiles overflow, FP8", found[:-1], right[:-1])
