@@ -102,6 +102,11 @@ def attention_weights(model: ModelConfig) -> int:
     return 2 * model.hidden_size * model.head_width * (model.num_heads + model.kv_heads)
 
 
+def feedforward_weights(model: ModelConfig) -> int:
+    """Number of weights in a layer's feedforward block."""
+    return (3 if model.gated else 2) * model.hidden_size * model.intermediate_size
+
+
 def embedding_weights(model: ModelConfig) -> int:
     """Number of weights in the embedding and, if it is not tied, the output projection."""
     return model.vocab_size * model.hidden_size * (1 if model.tie_embeddings else 2)
@@ -112,8 +117,8 @@ FLOAT32 = 4  # bytes per element of weights, gradients and moments
 
 def parameters(model: ModelConfig) -> int:
     """Number of parameters in the decoder; a tied embedding counts once."""
-    width, matrices = model.hidden_size, 3 if model.gated else 2
-    layer = attention_weights(model) + matrices * width * model.intermediate_size + 2 * width
+    width = model.hidden_size
+    layer = attention_weights(model) + feedforward_weights(model) + 2 * width
     if model.attention_bias:
         layer += model.head_width * (model.num_heads + 2 * model.kv_heads)
     if model.qk_norm:
@@ -123,7 +128,7 @@ def parameters(model: ModelConfig) -> int:
 
 def moments(model: ModelConfig, muon: bool) -> int:
     """Number of elements of the optimizer's moments: two per parameter, or one per matrix element of Muon's."""
-    layer = attention_weights(model) + (3 if model.gated else 2) * model.hidden_size * model.intermediate_size
+    layer = attention_weights(model) + feedforward_weights(model)
     return 2 * parameters(model) - muon * model.num_layers * layer
 
 

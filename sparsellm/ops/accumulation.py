@@ -7,7 +7,7 @@ Inside `accumulating(weights)`, the feedforward operator
                   sum as its gradient, so that autograd has nothing to add
 
 Results are the same, bit for bit, with one exception: the gradients of a call in which tiles overflow are rounded once
-more (sparsellm.ops.cuda.backward). Both are found by a weight's address, because a registered operator receives only
+more (sparsellm.ops.cuda.backward). The operator finds copies and sums by the weight's address, because it receives only
 tensors, and its backward may run on another thread.
 """
 

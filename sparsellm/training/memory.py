@@ -44,6 +44,7 @@ from sparsellm.config import (
     ModelConfig,
     RuntimeConfig,
     attention_weights,
+    feedforward_weights,
     float8_gates,
     moments,
     parameters,
@@ -119,9 +120,8 @@ class StepMemory:
         (sparsellm.ops.accumulation). 0 in float32, and where ranks share weights, which are gathered anew each time."""
         if self.sharing != UNSHARED or self._dtype == torch.float32:
             return 0
-        model, layers = self.model, sum(plan is not None for plan in plans)
-        matrices = 3 if model.gated else 2
-        return layers * matrices * model.intermediate_size * model.hidden_size * self._dtype.itemsize
+        layers = sum(plan is not None for plan in plans)
+        return layers * feedforward_weights(self.model) * self._dtype.itemsize
 
     def ffn_saved_bytes(self, sequences: int, plans: Sequence[Plan | None], recompute: bool = False) -> int | None:
         """Bytes that the feedforward layers save for the backward pass of `sequences` sequences, in addition to their
@@ -174,7 +174,7 @@ class StepMemory:
             per_token += 2 * FLOAT32 * rotated if model.qk_norm else 0
         matrices = 0 if in_float8 else attention_weights(model)
         if plan is None:
-            matrices += 0 if self._all_linears_in_float8 else (3 if model.gated else 2) * neurons * width
+            matrices += 0 if self._all_linears_in_float8 else feedforward_weights(model)
             saved = self._traced_planes(element) * tokens * neurons
         else:
             saved = saved_bytes(plan, tokens, neurons, model.gated, dtype)

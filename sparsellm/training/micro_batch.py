@@ -44,9 +44,9 @@ MOST_TOKENS = 131_072  # maximum tokens per micro-batch; more was not measured, 
 SETTLED = 4  # a larger size must fit at this many plan decisions in a row (32 steps) before it is used
 WORTH = 0.01  # fraction of a step's time that a larger size must save: it compiles anew and needs more memory
 MARGIN = 0.02  # fraction of the estimated memory that is reserved for fragmentation
-TIGHT = (
-    0.1  # if less than this fraction of the estimate is free, casts are not shared, and new plans release cached blocks
-)
+# If less than this fraction of the estimate is free, casts are not shared, and cached blocks are released when plans
+# change.
+TIGHT = 0.1
 RECOMPUTING = 4 / 3  # time of a step that recomputes: two forward passes and a backward pass are 8 FLOP instead of 6
 # Each micro-batch also casts weights, adds gradients and communicates, which takes as long as computing this many
 # tokens; less since micro-batches share casts, which was not measured. Solved from pairs of measured speeds: two sizes
@@ -139,6 +139,7 @@ class MicroBatch:
             self.room = now - UNMEASURED if self.capacity is None else min(now, self.capacity)
 
     def _choose(self) -> None:
+        """`choose`, if the size is `auto`."""
         self._read_record()
         if self.gpu is None:
             if not self.restored:
@@ -325,7 +326,7 @@ class MicroBatch:
             what = f"step {step:,}: out of memory with micro-batch {self.size}"
             if shared and self.ranks.world_size == 1:
                 self.room = None
-                warn(f"{what}: repeating the step, from now on without shared casts of weights")
+                warn(f"{what}: repeating the step; from now on, each micro-batch casts the weights anew")
             else:
                 self._halve(what)
 
@@ -426,7 +427,7 @@ class MicroBatch:
             "buckets": found.buckets, "activations": found.activations + missed,
         }  # fmt: skip
         if casts:
-            parts["casts of weights"] = casts
+            parts["bfloat16 weights"] = casts
         if self.teacher_bytes:
             parts["teacher"] = self.teacher_bytes
         said += ": " + ", ".join(f"{name} {size / GIB:,.1f}" for name, size in parts.items())

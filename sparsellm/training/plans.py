@@ -60,12 +60,8 @@ class Plans:
 
     def weights(self) -> list[Tensor]:
         """The weights of the layers that the operator computes."""
-        return [
-            w
-            for plan, block in zip(self.plans, self.blocks, strict=True)
-            if plan is not None
-            for w in block.parameters()
-        ]
+        planned = [block for plan, block in zip(self.plans, self.blocks, strict=True) if plan is not None]
+        return [weight for block in planned for weight in block.parameters()]
 
     @property
     def engines(self) -> list[str]:
