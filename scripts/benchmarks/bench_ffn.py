@@ -5,6 +5,7 @@
     python -m scripts.benchmarks.bench_ffn --activations DIR --training [--m 16384]    forward and backward
     python -m scripts.benchmarks.bench_ffn --patterns heavy0 heavy1 heavy5 heavy10 heavy25 heavy50 heavy100 --m 16384
                                                        speed against the share of heavy tokens
+    python -m scripts.benchmarks.bench_ffn --patterns synthetic36 --neurons 5632 11264 16384 ...       wider layers
     python -m scripts.benchmarks.bench_ffn --kernels triton ...                        Triton kernels instead of CUDA
     python -m scripts.benchmarks.bench_ffn --nongated ...                              relu(x W_u^T) W_d^T
 
@@ -28,6 +29,7 @@ exit code is 1.
 """
 
 import argparse
+import itertools
 from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
@@ -88,9 +90,9 @@ def measure(args: argparse.Namespace, name: str, block: patterns.Block, tokens: 
     else:
         variants, engine = forward_variants(x, weights, copies, args.decode, nnz, union)
     return {
-        "tokens": tokens, "pattern": name, "note": block.note, "gated": args.gated, "training": args.training,
-        "nonzeros_per_token": nnz / tokens, "union_per_128": union / -(-tokens // patterns.TOKEN_TILE), "auto": engine,
-        "variants": rows(variants, engine),
+        "tokens": tokens, "neurons": len(block.w_gate), "pattern": name, "note": block.note, "gated": args.gated,
+        "training": args.training, "nonzeros_per_token": nnz / tokens,
+        "union_per_128": union / -(-tokens // patterns.TOKEN_TILE), "auto": engine, "variants": rows(variants, engine),
     }  # fmt: skip
 
 
@@ -143,7 +145,7 @@ def forward_variants(
         if not isinstance(times[name], Exception):
             nnz, *_, union, _ = calls[name](0)[3].tolist()
             break
-    return measured(times, details), Policy().choose_engine(len(x), patterns.K, patterns.N, nnz, union).name
+    return measured(times, details), Policy().choose_engine(*x.shape, len(weights[0]), nnz, union).name
 
 
 def training_variants(x: Tensor, weights: list[Tensor], copies: int) -> tuple[dict, str]:
@@ -294,8 +296,9 @@ def rows(variants: dict[str, dict], engine: str) -> list[dict]:
 
 def show(result: dict) -> None:
     print(
-        f"\nM {result['tokens']:,} {result['pattern']}: {result['nonzeros_per_token']:.1f} nonzeros per token,"
-        f" union of 128 tokens {result['union_per_128']:,.0f}{'; ' * bool(result['note'])}{result['note']}"
+        f"\nM {result['tokens']:,} N {result['neurons']:,} {result['pattern']}:"
+        f" {result['nonzeros_per_token']:.1f} nonzeros per token, union of 128 tokens"
+        f" {result['union_per_128']:,.0f}{'; ' * bool(result['note'])}{result['note']}"
     )
     forms = {"ms": ".4f", "speedup": ".3f", "of_gate": ".3f", "saved_mib": ",.1f", "overflow_tiles": ","}
     lines = []
@@ -318,7 +321,7 @@ def summary(results: list[dict]) -> None:
         dense = min((by[name] for name in BASES if "ms" in by[name]), key=lambda row: row["ms"], default={})
         ratios = [r for name, row in by.items() if name not in BASES for r in row.get("of_dense_errors", {}).values()]
         line = {
-            "M": f"{result['tokens']}", "pattern": result["pattern"],
+            "M": f"{result['tokens']}", "N": f"{result['neurons']}", "pattern": result["pattern"],
             "nonzeros": f"{result['nonzeros_per_token']:.1f}", "union": f"{result['union_per_128']:.0f}",
             "dense ms": harness.cell(dense.get("ms"), ".3f"),
         }  # fmt: skip
@@ -345,9 +348,11 @@ def main() -> None:
                         help=f"tokens: {FORWARD_TOKENS} by default, {TRAINING_TOKENS} with --training, {DECODE_TOKENS}"
                         " with --decode")  # fmt: skip
     parser.add_argument("--patterns", nargs="+", default=patterns.PATTERNS, metavar="NAME",
-                        choices=(*patterns.PATTERNS, *patterns.HEAVY),
-                        help=f"some of {' '.join(patterns.PATTERNS)} (default: all of these), or of"
-                        f" {' '.join(patterns.HEAVY)}")  # fmt: skip
+                        type=patterns.pattern_name,
+                        help=f"some of {' '.join(patterns.PATTERNS)} (default: all of these), of"
+                        f" {' '.join(patterns.HEAVY)}, or synthetic with any mean, such as synthetic36")  # fmt: skip
+    parser.add_argument("--neurons", type=int, nargs="+", default=[patterns.N], metavar="N",
+                        help=f"N of the layer (default: {patterns.N}); others for synthetic and heavy patterns only")
     patterns.add_activations(parser)
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--decode", action="store_true", help="few tokens, as CUDA graphs")
@@ -355,7 +360,7 @@ def main() -> None:
     parser.add_argument("--kernels", choices=("auto", "cuda", "triton"), default="auto")
     parser.add_argument("--nongated", dest="gated", action="store_false", help="relu(x W_u^T) W_d^T")
     args = parser.parse_args()
-    print(f"{harness.gpu()}, K {patterns.K}, N {patterns.N}, bfloat16")
+    print(f"{harness.gpu()}, K {patterns.K}, bfloat16")
     try:
         backend.load(args.kernels)
     except Exception as error:  # variants that need the kernels will report the error
@@ -365,17 +370,18 @@ def main() -> None:
     default = TRAINING_TOKENS if args.training else DECODE_TOKENS if args.decode else FORWARD_TOKENS
     sizes = sorted(args.m or default)
     with torch.no_grad():
-        for name in args.patterns:
+        for name, neurons in itertools.product(args.patterns, args.neurons):
             try:
-                block = patterns.build(name, DECODE_FROM if args.decode else max(sizes), "cuda", args.activations)
+                most = DECODE_FROM if args.decode else max(sizes)
+                block = patterns.build(name, most, "cuda", args.activations, neurons=neurons)
                 for tokens in sizes:
                     results.append(measure(args, name, block, tokens))
                     show(results[-1])
             except patterns.MissingRecording as problem:
-                print(f"\n{name}: skipped: {problem}")
+                print(f"\n{name}, N {neurons:,}: skipped: {problem}")
             except Exception as error:  # if one measurement fails, still print the others
-                broken.append(name)
-                print(f"\n{name}: FAILED {type(error).__name__}: {error}", flush=True)
+                broken.append((name, neurons))
+                print(f"\n{name}, N {neurons:,}: FAILED {type(error).__name__}: {error}", flush=True)
     if not results and not broken:
         raise SystemExit("no pattern was measured")
     if results:

@@ -3,19 +3,21 @@
 Symbols: M tokens, K model width, N neurons. A `Block` holds x [M, K], w_gate, w_up [N, K], w_down [K, N], all bfloat16,
 and neuron n fires for token m if (x w_gate^T)[m, n] > 0. Sources:
 
-    synthetic29 ... synthetic2800   `synthetic`: heavy-tailed tokens, lognormal neuron rates; the mean is in the name
-    synthetic5632                   `synthetic`: every neuron fires for every token
+    synthetic29, synthetic300, ...  `synthetic`: heavy-tailed tokens, lognormal neuron rates; the mean is in the name,
+                                    and with N as the mean every neuron fires for every token
     heavy0 ... heavy100             `synthetic`: that percentage of the tokens, at random places, fires some 1,500
                                     neurons each, all others some 36
     sparse, layer1, ...             `fit`: x and w_gate trained until their product fires as recorded, token by token
     layer4gate                      a recorded input with the recorded gate weight
 
-All patterns except the synthetic ones need a folder of recordings, the argument `activations`, written by `python -m
-sparsellm.analyze checkpoint=PATH recordings=FOLDER` (format: sparsellm/analysis/recordings.py; the recording of
-a 0.5B model has layers 0 to 7). Recorded tokens are repeated up to the requested M.
+Synthetic patterns exist at any N, recorded ones at the N of the recording. All except the synthetic ones need a folder
+of recordings, the argument `activations`, written by `python -m sparsellm.analyze checkpoint=PATH recordings=FOLDER`
+(format: sparsellm/analysis/recordings.py; the recording of a 0.5B model has layers 0 to 7). Recorded tokens are
+repeated up to the requested M.
 """
 
 import argparse
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +60,14 @@ class Block:
     w_up: Tensor
     w_down: Tensor
     note: str = ""  # how closely the layer reproduces the recorded pattern
+
+
+def pattern_name(text: str) -> str:
+    """An argparse type: the name of a pattern, one of PATTERNS or HEAVY or `synthetic` with any mean above zero."""
+    if text in PATTERNS or text in HEAVY or re.fullmatch("synthetic[1-9][0-9]*", text):
+        return text
+    known = f"{', '.join((*PATTERNS, *HEAVY))}, or synthetic and any mean, such as synthetic36"
+    raise argparse.ArgumentTypeError(f"{text!r} is not a pattern: use {known}")
 
 
 BASES = ("torch eager", "torch compiled")  # baselines: the same layer in dense PyTorch
@@ -103,20 +113,22 @@ def _neurons(arrays: np.lib.npyio.NpzFile) -> int:
     return int(arrays["neurons"]) if "neurons" in arrays else N
 
 
-def build(name: str, tokens: int, device: str | torch.device, activations: Path | None = None, seed: int = 0) -> Block:
-    """Build the layer for pattern `name` (one of PATTERNS or HEAVY), with K=2048 and N=5632, on `device`. To run fewer
+def build(
+    name: str, tokens: int, device: str | torch.device, activations: Path | None = None, seed: int = 0, neurons: int = N
+) -> Block:
+    """Build the layer for pattern `name` (see `pattern_name`), with K=2048 and N=`neurons`, on `device`. To run fewer
     tokens on the same layer, slice its x.
 
-    Raises MissingRecording if the pattern needs a recording that is not in `activations`.
+    Raises MissingRecording if the pattern needs a recording with N=`neurons` that is not in `activations`.
     """
-    if name in SYNTHETIC:
-        return synthetic(SYNTHETIC[name], tokens, K, N, device, seed)
+    if name.startswith("synthetic"):
+        return synthetic(int(name.removeprefix("synthetic")), tokens, K, neurons, device, seed)
     if name in HEAVY:
-        return synthetic(LIGHT_NONZEROS, tokens, K, N, device, seed, HEAVY[name])
+        return synthetic(LIGHT_NONZEROS, tokens, K, neurons, device, seed, HEAVY[name])
     if name == "layer4gate":
-        x, w_gate = (tensor.to(device) for tensor in recorded_gate(activations))
+        x, w_gate = (tensor.to(device) for tensor in recorded_gate(activations, neurons))
         return _block(repeat(x, tokens), w_gate, seed)
-    firing = recorded(name, activations).to(device)
+    firing = recorded(name, activations, neurons).to(device)
     fitted = fit(firing, K, seed)
     note = f"fit: {fitted.mismatches:,} of {firing.numel():,} differ from the recording, {fitted.steps} steps"
     return _block(repeat(fitted.x, tokens), fitted.w_gate, seed, note)
@@ -257,12 +269,13 @@ def recorded(name: str, activations: Path | None, neurons: int = N) -> Tensor:
         return dense_firing(arrays[f"{prefix}row_counts"], arrays[f"{prefix}cols"], neurons)
 
 
-def recorded_gate(activations: Path | None) -> tuple[Tensor, Tensor]:
-    """x [M, K] and w_gate [N, K], bfloat16, from a recorded layer 4. Raises MissingRecording if they are missing."""
+def recorded_gate(activations: Path | None, neurons: int = N) -> tuple[Tensor, Tensor]:
+    """x [M, K] and w_gate [N, K], bfloat16, from a recorded layer 4. Raises MissingRecording if they are missing, or
+    have another shape."""
     if activations is None:
         raise MissingRecording(f"pattern 'layer4gate' is recorded, so it needs --activations DIR: {RECORD}")
     found = []
-    for file, rows in ((INPUT, None), (GATE_WEIGHT, N)):
+    for file, rows in ((INPUT, None), (GATE_WEIGHT, neurons)):
         path = activations / file
         if not path.is_file():
             raise MissingRecording(
@@ -271,7 +284,7 @@ def recorded_gate(activations: Path | None) -> tuple[Tensor, Tensor]:
         found.append(torch.from_numpy(np.load(path)).view(torch.bfloat16))
         if found[-1].shape != (rows or len(found[-1]), K):
             raise MissingRecording(
-                f"{path} was recorded with K {found[-1].shape[1]:,}: pattern 'layer4gate' needs K {K:,}, N {N:,}"
+                f"{path} has shape {tuple(found[-1].shape)}: pattern 'layer4gate' needs K {K:,}, N {neurons:,}"
             )
     return found[0], found[1]
 

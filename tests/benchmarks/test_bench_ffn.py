@@ -98,8 +98,8 @@ def test_a_nan_is_the_worst_error(capsys):
         variants = {name: variant(1.0, error) for name, error in errors.items()}
         rows = bench_ffn.rows(variants, "dense")
         result = {
-            "tokens": 8, "pattern": "sparse", "nonzeros_per_token": 1.0, "union_per_128": 1.0, "auto": "dense",
-            "training": True, "variants": rows,
+            "tokens": 8, "neurons": 64, "pattern": "sparse", "nonzeros_per_token": 1.0, "union_per_128": 1.0,
+            "auto": "dense", "training": True, "variants": rows,
         }  # fmt: skip
         bench_ffn.summary([result])
         assert worst in capsys.readouterr().out.splitlines()[-1].split()
@@ -127,12 +127,12 @@ def test_a_failed_variant_leaves_the_others_their_ratios(capsys):
     assert by_name["gate_pack"]["of_gate"] == pytest.approx(1.1)
     assert [name for name, row in by_name.items() if "failure" in row] == ["torch compiled", "row"]
     result = {
-        "tokens": 8, "pattern": "sparse", "note": "", "nonzeros_per_token": 1.0, "union_per_128": 1.0, "auto": "tile",
-        "training": False, "variants": rows,
+        "tokens": 8, "neurons": 64, "pattern": "sparse", "note": "", "nonzeros_per_token": 1.0, "union_per_128": 1.0,
+        "auto": "tile", "training": False, "variants": rows,
     }  # fmt: skip
     bench_ffn.show(result)
     bench_ffn.summary([result])
     out = capsys.readouterr().out
     assert "FAILED ValueError: no row" in out
-    assert out.splitlines()[-2].split()[:5] == ["M", "pattern", "nonzeros", "union", "dense"]
-    assert " ".join(out.splitlines()[-1].split()) == "8 sparse 1.0 1 2.000 1.10 - 2.00 1.00 tile 2.00 2.00"
+    assert out.splitlines()[-2].split()[:5] == ["M", "N", "pattern", "nonzeros", "union"]
+    assert " ".join(out.splitlines()[-1].split()) == "8 64 sparse 1.0 1 2.000 1.10 - 2.00 1.00 tile 2.00 2.00"

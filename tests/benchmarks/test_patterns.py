@@ -1,5 +1,6 @@
 """The firing patterns that benchmarks and GPU tests use, and refused recordings; tiny, on the CPU."""
 
+import argparse
 import importlib
 import re
 
@@ -96,6 +97,19 @@ def test_a_fit_that_cannot_succeed_says_by_how_much(few_neurons_firing):
 HOW = r"`python -m sparsellm\.analyze checkpoint=PATH recordings=DIR` writes recordings of a checkpoint"
 
 
+@pytest.mark.parametrize(("name", "nonzeros"), [("synthetic36", 36), ("synthetic10", 10), ("heavy0", 36)])
+def test_a_synthetic_pattern_has_any_mean_at_any_number_of_neurons(name, nonzeros):
+    block = patterns.build(patterns.pattern_name(name), 4096, "cpu", neurons=512)
+    assert [w.shape for w in (block.w_gate, block.w_up, block.w_down)] == [(512, 2048), (512, 2048), (2048, 512)]
+    assert patterns.counts(block.x, block.w_gate)[0] / 4096 == pytest.approx(nonzeros, rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["synthetic", "synthetic0", "synthetic2.5", "synthetic-3", "layer3", ""])
+def test_a_name_that_is_no_pattern_is_refused_with_those_that_are(name):
+    with pytest.raises(argparse.ArgumentTypeError, match=rf"'{name}' is not a pattern: use .*layer4gate, heavy0.*36"):
+        patterns.pattern_name(name)
+
+
 def test_a_recorded_pattern_without_its_folder_is_refused():
     with pytest.raises(ValueError, match=f"'layer1' is recorded, so it needs --activations DIR: {HOW}"):
         patterns.build("layer1", 128, "cpu")
@@ -118,6 +132,8 @@ def test_what_a_folder_does_not_hold_is_named_with_how_to_make_it(tmp_path):
     ):  # fmt: skip
         with pytest.raises(patterns.MissingRecording, match=re.escape(problem)):
             patterns.build(name, 128, "cpu", tmp_path)
+    with pytest.raises(patterns.MissingRecording, match=r"was recorded with N 48: pattern 'layer1' needs N 64"):
+        patterns.build("layer1", 128, "cpu", tmp_path, neurons=64)
     (tmp_path / "firing_patterns_older.npz").touch()
     with pytest.raises(ValueError, match=r"has firing_patterns\.npz, firing_patterns_older\.npz, but should have one"):
         patterns.layers_file(tmp_path)
