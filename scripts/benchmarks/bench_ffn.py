@@ -352,7 +352,7 @@ def main() -> None:
                         help=f"some of {' '.join(patterns.PATTERNS)} (default: all of these), of"
                         f" {' '.join(patterns.HEAVY)}, or synthetic with any mean, such as synthetic36")  # fmt: skip
     parser.add_argument("--neurons", type=int, nargs="+", default=[patterns.N], metavar="N",
-                        help=f"N of the layer (default: {patterns.N}); others for synthetic and heavy patterns only")
+                        help=f"N of the layer (default: {patterns.N}); recorded patterns: the recording's")  # fmt: skip
     patterns.add_activations(parser)
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--decode", action="store_true", help="few tokens, as CUDA graphs")

@@ -150,9 +150,11 @@ def training_steps(*names, peaks=False):
 
 
 def largest_micro_batches():
-    for run in file("training_80gb_1p5b.json")["runs"]:
-        speed = [run["tokens_per_s"], *[run["ratio"]] * (run["ratio"] != 1)]
-        yield Cells([*run["micro_batches"], *speed, run["peak_bytes"] / GIB, run["mj_per_token"]])
+    for gpu, name in (("H100", "training_80gb_1p5b.json"), ("H200", "training_80gb_1p5b_h200.json")):
+        for run, path in zip(file(name)["runs"], ("PyTorch", "kernels, sparse"), strict=True):
+            speed = [run["tokens_per_s"], *[run["ratio"]] * (run["ratio"] != 1)]
+            memory = run["peak_bytes"] / GIB
+            yield Cells([*run["micro_batches"], *speed, memory, run["mj_per_token"]], label=f"{gpu}, {path}")
 
 
 def sharded():
