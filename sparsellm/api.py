@@ -157,7 +157,7 @@ def evaluate(checkpoint: str | Path, **settings: Any) -> dict[str, Any]:
         settings: The other keys of `sparsellm evaluate --help`, except export, for example tasks=["piqa"], limit=20.
 
     Returns:
-        The contents of results.json (described in docs/EVALUATION.md).
+        The contents of results.json. `sparsellm.evaluation.checkpoint.evaluate_checkpoint` lists its keys.
 
     Raises:
         ConfigError: If the settings have mistakes; lists every one. Nothing has been written.
