@@ -19,6 +19,7 @@ from sparsellm.config import Config, EvaluateConfig, Kernels, evaluate_mistakes,
 from sparsellm.distributed.groups import device_type
 from sparsellm.evaluation import tasks
 from sparsellm.evaluation.results import FLOAT8, MEANS, VALIDATION, Finished, Parts, dtypes, kept, means
+from sparsellm.ops import backend
 from sparsellm.runs.layout import CONFIG, EVALUATION
 from sparsellm.runs.locate import Checkpoint, locate, not_found
 from sparsellm.runs.precision import computed_in, dtype_name
@@ -66,10 +67,13 @@ class Request:
 
     @cached_property
     def sides(self) -> dict[Path, Kernels]:
-        """The kernels to evaluate with, by output folder: both CUDA and PyTorch with compare_kernels, else one."""
+        """The kernels to evaluate with, by output folder. With compare_kernels two: the kernels that are asked for, or
+        with kernels=auto those of this machine, which must then run; and PyTorch."""
+        kernels = self.config.kernels
         if not self.config.compare_kernels:
-            return {self.output: self.config.kernels}
-        return {self.output: Kernels.cuda, self.output / TORCH: Kernels.torch}
+            return {self.output: kernels}
+        compared = Kernels[backend.of_this_machine()] if kernels == Kernels.auto else kernels
+        return {self.output: compared, self.output / TORCH: Kernels.torch}
 
     @property
     def on_hub(self) -> str | None:

@@ -326,7 +326,7 @@ class MicroBatch:
             what = f"step {step:,}: out of memory with micro-batch {self.size}"
             if shared and self.ranks.world_size == 1:
                 self.room = None
-                warn(f"{what}: repeating the step; from now on, each micro-batch casts the weights anew")
+                warn(f"{what}: repeating the step; from now on, each micro-batch casts the weights again")
             else:
                 self._halve(what)
 

@@ -324,6 +324,18 @@ def test_a_comparison_is_complete_with_both_sides(run, rows, monkeypatch):
     assert not checkpoint.is_complete(config)
 
 
+@pytest.mark.parametrize(
+    ("kernels", "machine", "compared"),
+    [("auto", "cuda", "cuda"), ("auto", "triton", "triton"), ("triton", "cuda", "triton")],
+)
+def test_a_comparison_uses_the_kernels_that_are_asked_for_or_those_of_the_machine(
+    kernels, machine, compared, run, monkeypatch
+):
+    monkeypatch.setattr(request.backend, "of_this_machine", lambda: machine)
+    config = EvaluateConfig(checkpoint=str(run), compare_kernels=True, kernels=Kernels[kernels])
+    assert list(request.Request.of(config).sides.values()) == [Kernels[compared], Kernels.torch]
+
+
 def test_a_task_that_fails_leaves_the_others(bare, rows, tmp_path, capsys):
     local = shutil.copytree(rows, tmp_path / "rows")
     shutil.rmtree(local / "piqa")
