@@ -1,7 +1,7 @@
 // Interface of the feedforward engines (dense, row, tile): one forward and one backward function per engine, except
 // that the row engine has no backward pass. Nothing here depends on torch. The header separates two layers. The code
-// above it (bindings.cpp, and through it Python) knows tensors and policy. The code below it (portable/, sm90/) knows how a pass
-// is divided into kernels, in which order they are launched, and how every buffer between them is laid out.
+// above it (bindings.cpp, and through it Python) knows tensors and policy. The code below it (portable/, sm90/) knows
+// how a pass is divided into kernels, in which order they are launched, and how every buffer between them is laid out.
 //
 // The caller provides all memory: the results, a workspace of `..._workspace_bytes(...)` bytes, and, if a backward pass
 // follows, one saved buffer of `tile_saved_bytes(...)` bytes. The workspace and the saved buffer must be 256-byte
@@ -41,7 +41,7 @@ struct Float8Gate {
 
 // The scales of e4m3 weights [N, K] of a layer whose x is bf16: neuron n's row of a weight is its scale times its e4m3
 // values. A row of w_down_t has no scale of its own. Because y is linear in h, its scale is a factor of another: of the
-// multiplier's, or of the thresholded weight's in a non-gated layer. So h and l1 are divided by the rows' scales.
+// multiplier's, or of the thresholded weight's in a non-gated layer. So h, and l1 with it, includes that scale.
 struct Float8Scales {
   const float* thresholded;  // [N] of Layer::thresholded()
   const float* multiplier;   // [N] of Layer::multiplier(), or null
@@ -54,8 +54,8 @@ struct Layer {
   const void* w_up;      // bf16 [N, K]
   const void* w_down_t;  // bf16 [N, K]: W_d stored by neuron
   int64_t m, k, n;
-  // If not null, tile_forward computes the thresholded product from these; but if a backward pass follows, in bf16 for
-  // the tokens of the overflow path, because the backward pass has no FP8 product of them.
+  // If not null, tile_forward computes the thresholded product from these. The tokens of the overflow path are the
+  // exception: both passes compute their product in bf16.
   const Float8Gate* float8 = nullptr;
   // If not null, row_forward reads e4m3 weights; M is at most kFewTokens, and K at most 4,096 and a multiple of 16.
   const Float8Scales* scales = nullptr;
@@ -116,7 +116,7 @@ struct TileShape {
   int64_t m, k, n;
   bool gated;
   int64_t capacity;       // nonzeros that the lists hold; of a batch with more, some tiles take the overflow path (all
-                          // tiles, if in addition a quarter of M N, or more, is in wide segments)
+                          // tiles, if in addition the values of wide segments exceed their own memory)
   int64_t long_capacity;  // how many of these nonzeros may be in rows of more than 512 nonzeros
   bool ordered;           // tokens are reordered, so that the tokens of a tile fire similar neurons
 };

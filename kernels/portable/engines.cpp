@@ -1,4 +1,4 @@
-// Implements engines.h for Hopper: the layout of every buffer, and the order of the stages (launch.h).
+// Implements engines.h: the layout of every buffer, and the order of the stages (launch.h).
 #include "engines.h"
 
 #include <algorithm>

@@ -6,10 +6,11 @@
 // When kernels start. To save the microseconds between one kernel and the next, most kernels are launched early
 // (programmatic dependent launch): their CTAs may start before the previous kernel in the stream has ended. Such a
 // kernel accesses none of the caller's memory until the previous kernel is done. The exceptions are within gate_pack,
-// pack_product, token_order and the dense engine's launchers: there, a kernel knows what the previous kernel writes,
-// and waits only before it accesses that memory (common/clear.cuh, order/order.cu). The first kernel of these launchers
-// is not launched early: gate_pack for more than 64 tokens, pack_product, row_ffn for many tokens, dense_hidden,
-// dense_gradient, pointwise, pointwise_gradient, transpose.
+// gate_pack_float8, pack_product, token_order and the dense engine's launchers: there, a kernel knows what the previous
+// kernel writes, and waits only before it accesses that memory (common/clear.cuh, order/order.cu). The first kernel of
+// these launchers is not launched early: gate_pack for more than 64 tokens, gate_pack_float8, pack_product, row_ffn for
+// many tokens or K above 4,096, dense_hidden, dense_gradient, pointwise, pointwise_gradient; and, of engines.h,
+// quantize_rows, transpose and add_transpose.
 //
 // Another library's kernel that is launched early after one of these (sparsellm/ops/triton has such kernels) must
 // follow the same rule: before griddepcontrol.wait it writes nothing, and reads only memory that no kernel writes, or
@@ -92,8 +93,9 @@ struct TilePlan {
                           // half ends
   uint32_t* lists;        // [capacity] the nonzeros, bf16 << 16 | place. The values are g; tile_up may overwrite them
                           // with h
-  int64_t capacity;       // length of `lists`. If a batch has more nonzeros, the fullest tiles leave, and if it has too
-                          // many in long rows, all tiles with long rows leave: such tiles have no slots
+  int64_t capacity;       // length of `lists`. If a batch has more nonzeros, the fullest tiles leave, or all tiles if
+                          // wide segments lack values too. If it has too many in long rows, all tiles with long rows
+                          // leave. Tiles that leave have no slots
   int4* tiles;            // [MT] (number of slots, number of blocks, end of the first half, begin of the second half)
   int4* order;            // [MT] the tiles that have blocks, fullest first, then those that have none
   int4* items;            // [MT * NT] the work items of tile_up, those of the fullest tiles first

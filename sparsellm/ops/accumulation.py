@@ -6,9 +6,9 @@ Inside `accumulating(weights)`, the feedforward operator
     adds          backward adds a weight's gradient to the sum over the earlier micro-batches, in place, and returns the
                   sum as its gradient, so that autograd has nothing to add
 
-Results are the same, bit for bit, with one exception: the gradients of a call in which tiles overflow are rounded once
-more (sparsellm.ops.cuda.backward). The operator finds copies and sums by the weight's address, because it receives only
-tensors, and its backward may run on another thread.
+Results are the same, bit for bit, with one exception: where tiles overflow, the gradients of w_gate and w_up are added
+in another order. The operator finds copies and sums by the weight's address, because it receives only tensors, and its
+backward may run on another thread.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -14,8 +14,8 @@ from sparsellm.ops.plan import ROOM, Engine
 
 MARGIN = 0.03  # a sparse engine replaces dense only if it saves at least this share of dense's time
 TILE_MAX_NONZEROS = 320  # per token; the tile engine was measured up to 300
-# A plan's room is ROOM_MARGIN times the counted nonzeros, because batches differ severalfold, and exceeding the room
-# makes a call ten times slower or worse (LOG.md, "Room for four times the fullest micro-batch").
+# A plan's room is ROOM_MARGIN times the counted nonzeros, because batches differ severalfold, and a call that exceeds
+# its room takes slower kernels (LOG.md, "Room for four times the fullest micro-batch").
 ROOM_MARGIN = 4
 ROOM_MULTIPLE = 32  # nonzeros per token
 MOST_CACHED = 1000  # maximum number of token counts for which a layer caches its estimates

@@ -77,8 +77,8 @@ __device__ __forceinline__ uint32_t exclusive_scan(uint32_t value, uint32_t lane
 // values, columns ascending; bit c of its words 8 to 15 is set if column c of its 256 is not zero.
 constexpr uint32_t kNowhere = ~0u;  // the start of values for which `wide` has no memory left
 
-// Where the values start if each segment has the memory of its columns in a matrix [M, N]. This is so for up to
-// kFewTokens tokens, and where a product in memory is packed.
+// Where the values start if each segment has the memory of its columns in a matrix [M, N]. This is so in gate_pack for
+// up to kFewTokens tokens, and in pack_product.
 __device__ __forceinline__ uint32_t own_values(int64_t token, int64_t n, uint32_t column) {
   return static_cast<uint32_t>((token * n + column) / 8);
 }

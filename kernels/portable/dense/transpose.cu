@@ -1,5 +1,6 @@
-// transpose: transposes a matrix in tiles of 64 x 64 through shared memory, reading and writing 16 bytes at a time.
-// Numerics: float32 is rounded to bf16 to nearest even; all other values are copied, or added in float32.
+// transpose and add_transpose: transpose a matrix in tiles of 64 x 64 through shared memory, reading and writing 16
+// bytes at a time. add_transpose (kAdd) adds the result to what is there. Numerics: float32 is rounded to bf16 to
+// nearest even; all other values are copied, or added in float32.
 #include "common/host.h"
 #include "engines.h"
 #include "common/ptx.cuh"

@@ -39,9 +39,9 @@ __device__ __forceinline__ void list_wide(const Packed& packed, int64_t row, int
   }
 }
 
-// Writes nonzeros first .. last - 1 of the row to list[0..] as packed words, columns ascending. Called by all lanes of a
-// warp; the list may be read after a __syncwarp. Two lanes together read the first 32 bytes of a segment, which usually
-// contain all its nonzeros.
+// Writes nonzeros first .. last - 1 of the row to list[0..] as packed words, columns ascending. Called by all lanes of
+// a warp; the list may be read after a __syncwarp. Two lanes together read the first 32 bytes of a segment, which
+// usually contain all its nonzeros.
 __device__ __forceinline__ void list_nonzeros(const Packed& packed, int64_t row, int64_t n, uint32_t first,
                                               uint32_t last, uint32_t lane, uint32_t* list) {
   constexpr int kBatch = 4;  // loads in flight per lane

@@ -1,6 +1,7 @@
 // row_ffn, the row engine: for each token, y = sum of h_n w_down_t[n] over the token's nonzeros n, with h_n = g_n (x .
 // w_up[n]). It reads the packed gate, and h is never in global memory. For fewer than 1,536 tokens, one kernel computes
-// everything (row/cluster.cuh); for more tokens, a small planning kernel and one more kernel do (row/many.cuh).
+// everything (row/cluster.cuh); for more tokens, or K above 4,096, a small planning kernel and one more kernel do
+// (row/many.cuh).
 //
 // Numerics: u is accumulated in float32 and rounded to bf16 once; h = g u is rounded to bf16 once (non-gated: h = g); y
 // is accumulated in float32 and rounded to bf16 once. A row's nonzeros, columns ascending, are cut into chunks. The

@@ -4,9 +4,10 @@
 // A tile's list is a contiguous part of `lists`, which the tile reserves once it knows how many nonzeros it has. If the
 // nonzeros of all tiles exceed the capacity of `lists`, the fullest tiles leave, so that as many as possible stay (of
 // equally full tiles, the lowest-numbered ones): a tile that leaves gets no blocks, and the overflow path computes its
-// tokens. So which tiles leave does not depend on which of them reserves its part first. Where too many nonzeros are in
-// long rows, of which pack_rows has then stored any, every tile with a long row leaves. Where too many are in wide
-// segments, of which gate_pack has then stored any values, every tile leaves.
+// tokens. So which tiles leave does not depend on which of them reserves its part first. If too many nonzeros are in
+// long rows, pack_rows has stored only some of these rows, which may be others in the next run: every tile with a long
+// row leaves. If too many are in wide segments, the same is true of the values that gate_pack has stored: every tile
+// leaves.
 //
 // A CTA reads its tile's rows three times: to find which neurons fire; to count how many nonzeros each warp has in each
 // block; and to write the nonzeros to the lists. A warp reads its rows as one sequence of quads (16 aligned bytes of a

@@ -4,7 +4,8 @@
 // A long row (more than kRowCapacity nonzeros) is stored after all other rows. The 512 words that every row has then
 // contain the long row's first 511 nonzeros and, in the last word, the index in plan.rows where the whole row starts.
 // Long rows reserve their memory by adding to totals[kLongWords]. A long row for which no memory is left is not
-// written; then tile_plan finds that this total exceeds long_capacity, and leaves the whole call to the overflow path.
+// written; then tile_plan finds that this total exceeds long_capacity, and leaves every tile with a long row to the
+// overflow path.
 //
 // If the packed gate lacks values of wide segments, these are zero here, and the overflow path computes all tokens.
 //

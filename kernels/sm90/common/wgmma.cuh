@@ -2,9 +2,9 @@
 // it; both operands are in shared memory.
 //
 // A and B are K-major (stored as rows that run along k) or MN-major (stored as k rows that run along the other
-// dimension). They are stored in panels of 128-byte rows with the 128-byte swizzle: 16-byte chunk c of row r is at chunk
-// c ^ (r & 7). Panels are aligned to 1,024 bytes. In accumulator registers, j counts groups of 8 columns: d[4 j] and
-// d[4 j + 1] are row lane / 4 of the warp's 16 rows, columns 8 j + 2 (lane % 4) and the next one; d[4 j + 2] and
+// dimension). They are stored in panels of 128-byte rows with the 128-byte swizzle: 16-byte chunk c of row r is at
+// chunk c ^ (r & 7). Panels are aligned to 1,024 bytes. In accumulator registers, j counts groups of 8 columns: d[4 j]
+// and d[4 j + 1] are row lane / 4 of the warp's 16 rows, columns 8 j + 2 (lane % 4) and the next one; d[4 j + 2] and
 // d[4 j + 3] are the same columns of row lane / 4 + 8.
 #pragma once
 
@@ -88,8 +88,8 @@ __device__ __forceinline__ void wgmma(float (&d)[32 * kBlocks], uint64_t a, uint
 #undef SPARSELLM_INPUTS
 }
 
-// The same for n = 64 and a K-major B, with A in registers: each warp's 16 rows are spread over its lanes as the operand
-// `a` of mma_16x8x16.
+// The same for n = 64 and a K-major B, with A in registers: each warp's 16 rows are spread over its lanes as the
+// operand `a` of mma_16x8x16.
 __device__ __forceinline__ void wgmma_in_registers(float (&d)[32], const uint32_t (&a)[4], uint64_t b, int accumulate) {
   asm volatile(SPARSELLM_WGMMA("m64n64k16.f32.bf16.bf16", SPARSELLM_NAMES_0, "{%32, %33, %34, %35}, %36", "37", ", 0")
                : SPARSELLM_D32(0)

@@ -7,9 +7,9 @@
 // quarter of the tokens. So each CTA copies its neurons' values to the shared memory of the CTA that packs the token.
 // Numerics: as in the kernel for many tokens.
 //
-// kFloat8: w is e4m3 with a scale per neuron. A stage's 128 bytes of a neuron's row are then 128 columns, so a stage has
-// x in two boxes of 64 columns. The warps read w from shared memory, convert it to bf16, which is exact, and pass it to
-// WGMMA in registers. The scales multiply the sums.
+// kFloat8: w is e4m3 with a scale per neuron. A stage's 128 bytes of a neuron's row are then 128 columns, so a stage
+// has x in two boxes of 64 columns. The warps read w from shared memory, convert it to bf16, which is exact, and pass
+// it to WGMMA in registers. The scales multiply the sums.
 #pragma once
 
 #include "common/host.h"

@@ -47,10 +47,10 @@ __host__ __device__ __forceinline__ int tiles_of(int64_t length, int side = kSid
   return static_cast<int>((length + side - 1) / side);
 }
 
-// The operands of an output tile. Their "sides" are the tile's rows (of a) or columns (of b); a step has all sides,
-// times kDepth of the inner dimension. A thread copies chunks of 16 bytes, at the same places of every step, so it
-// computes their addresses once per tile. Beyond the depth, zeros are copied. In place of sides beyond the matrix,
-// others are copied: their sums are not used.
+// The operands of an output tile, a and b. A "side" is one row of the tile (in a) or one column (in b). A step holds
+// kDepth values of every side. A thread copies chunks of 16 bytes, at the same places of every step, so it computes
+// their addresses once per tile. Beyond the depth, zeros are copied. In place of sides beyond the matrix, the last
+// ones are copied again; their sums are not used.
 //
 // Rows are K-major: a side's values are contiguous.
 template <int kSidesOf>
@@ -91,7 +91,7 @@ struct Columns {
   static constexpr uint32_t kInstructionBytes = 16 * 128;
   static constexpr int kSides = kSidesOf;
   static constexpr int kChunks = kSides / 8;
-  static constexpr int kApart = kThreads / kChunks;  // as above, of the inner dimension
+  static constexpr int kApart = kThreads / kChunks;  // rows between chunks of a thread: a multiple of 8, as above
   const Bf16* from;      // this thread's chunk in row 0
   uint32_t pitch_bytes;  // of a row
   Of of;
