@@ -104,9 +104,9 @@ def documents(path: Path, most: int) -> Iterator[str]:
             if document.text:
                 yield document.text
     except data.DataError as error:
-        reason = str(error).replace(
-            "set data.text_column to one of", "rename one of"
-        )  # `analyze` has no data.text_column
+        reason = (
+            str(error).replace(corpus.OR_SKIP, "").replace("set data.text_column to one of", "rename one of")
+        )  # commands that read text=FILE have no data.* keys
         raise AnalysisError(f"text={path}: {reason.replace('data.text_column', 'column')}") from error
     except (OSError, ValueError) as error:
         raise AnalysisError(f"text={path} cannot be read as text: {error}") from error

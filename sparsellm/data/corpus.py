@@ -42,6 +42,8 @@ Files = dict[str, int | None]  # path or address -> bytes; None: unknown, for hu
 # Documents are tokenized in chunks of about a million tokens, which keep every core busy and take about 150 MB.
 CHUNK_CHARACTERS = 4_000_000
 MANY_FILES = 1_000  # with at least this many files, a second progress bar counts files
+# The end of the message about a record that cannot be read; commands without data.* keys leave it out.
+OR_SKIP = ", or skip and count such records with data.skip_bad_records=true"
 NOT_DOCUMENTATION = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 START: Position = {"file": 0, "document": 0}
@@ -207,9 +209,7 @@ def documents(
     for number, (text, licence, fault) in enumerate(rows(file, text_column, seed, skip), start=skip + 1):
         if fault is not None:
             if not skip_bad_records:
-                raise DataError(
-                    f"{file}, {fault}: fix the record, or skip and count such records with data.skip_bad_records=true"
-                )
+                raise DataError(f"{file}, {fault}: fix the record{OR_SKIP}")
             faults += 1
             if faults == 1:
                 _say(f"{file}, {fault}: skipped, like all further bad records of this file (data.skip_bad_records)")

@@ -123,6 +123,11 @@ class Checkpoint:
 def unreadable(checkpoint: Checkpoint, error: Exception) -> str:
     """The message for a checkpoint whose files cannot be read."""
     reason = " ".join(str(error).split())
+    if checkpoint.run is not None and checkpoint.folder is not None and not checkpoint.folder.exists():
+        return (
+            f"checkpoint={checkpoint} is gone: a run that is training keeps its newest checkpoints only"
+            f" (run.keep_checkpoints). Run the command again with checkpoint={checkpoint.run} for the newest"
+        )
     if checkpoint.folder is not None:
         return f"checkpoint={checkpoint} cannot be read: {reason}"
     return (

@@ -262,8 +262,9 @@ def test_a_damaged_checkpoint_is_refused(run):
 )
 def test_unreadable_texts_are_refused(run, tmp_path, name, content, problem):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(AnalysisError, match=problem):
+    with pytest.raises(AnalysisError, match=problem) as refused:
         analyzed(checkpoint=run, text=tmp_path / name)
+    assert "data." not in str(refused.value), "the command has no such key"
 
 
 def test_a_parquet_file_without_text_is_refused(run, tmp_path):

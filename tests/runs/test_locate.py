@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sparsellm.runs.layout import ANALYSIS, EVALUATION
-from sparsellm.runs.locate import CheckpointNotFound, locate
+from sparsellm.runs.locate import CheckpointNotFound, locate, unreadable
 
 LAST = "checkpoints/step_00000004"
 
@@ -136,3 +136,11 @@ def test_of_a_folder_without_checksums_that_is_said(run, bare):
     assert locate(str(bare)).unchecked == (
         f"{bare} has no COMMITTED file: its files are not verified against checksums"
     )
+
+
+def test_a_checkpoint_that_its_run_deletes_meanwhile_is_called_gone(run):
+    found = locate(str(run))
+    shutil.rmtree(run / LAST)
+    said = unreadable(found, FileNotFoundError("hf"))
+    assert f"{LAST} is gone: " in said
+    assert f"Run the command again with checkpoint={run}" in said
