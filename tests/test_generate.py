@@ -50,9 +50,9 @@ def test_what_is_no_text_is_refused_in_a_sentence(checkpoint, capsys, monkeypatc
     for errors in ("strict", "surrogateescape"):  # as by most locales, and by C
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(other), encoding="utf-8", errors=errors))
         assert main([f"checkpoint={checkpoint}"], PROGRAM) == 2
-        assert "standard input is not UTF-8" in capsys.readouterr().err
+        assert "standard input is not UTF-8: it has the byte 0xe9;" in capsys.readouterr().err
     assert main([f"checkpoint={checkpoint}", f"prompt={other.decode('utf-8', 'surrogateescape')}"], PROGRAM) == 2
-    assert "prompt is not UTF-8" in capsys.readouterr().err
+    assert "prompt is not UTF-8: it has the byte 0xe9;" in capsys.readouterr().err
     monkeypatch.setattr("sys.stdin", None)  # closed, as by <&-
     assert main([f"checkpoint={checkpoint}"], PROGRAM) == 2
     assert "standard input contains no prompt" in capsys.readouterr().err

@@ -93,9 +93,10 @@ def main() -> None:
     parser.add_argument("--layers", nargs="+", default=LAYERS, metavar="KxN")
     parser.add_argument("--m", type=int, nargs="+", default=TOKENS, help="tokens")
     args = parser.parse_args()
+    gpu = harness.gpu()
     backend.load(args.kernels)
     kernels = backend.loaded() or "cuda"
-    print(f"{harness.gpu()}, {backend.NAMES[kernels]}")
+    print(f"{gpu}, {backend.NAMES[kernels]}")
     everything: list[dict[str, Any]] = []
     for name in args.layers:
         width, neurons = (int(size) for size in name.split("x"))

@@ -42,7 +42,9 @@ def main(config: GenerateConfig) -> int:
         "".join(prompts).encode()  # raises if bytes that are not UTF-8 were decoded to surrogates
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
         where = "standard input" if config.prompt is None else "prompt"
-        warn(f"{where} is not UTF-8 ({error.reason}): convert it, for example with iconv")
+        first = error.object[error.start]  # a byte, or the surrogate \udc80 to \udcff to which one was decoded
+        byte = first if isinstance(first, int) else ord(first) & 0xFF
+        warn(f"{where} is not UTF-8: it has the byte {byte:#04x}; convert it, for example with iconv")
         return 2
     if not prompts:
         warn("standard input contains no prompt: give one per line, or use prompt=TEXT")
