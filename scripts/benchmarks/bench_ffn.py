@@ -369,6 +369,9 @@ def main() -> None:
     results, broken = [], []
     default = TRAINING_TOKENS if args.training else DECODE_TOKENS if args.decode else FORWARD_TOKENS
     sizes = sorted(args.m or default)
+    # torch.compile compiles anew for each shape, and beyond this limit would run eager code under the name "compiled".
+    shapes = len(sizes) * len(args.neurons)
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * shapes)
     with torch.no_grad():
         for name, neurons in itertools.product(args.patterns, args.neurons):
             try:

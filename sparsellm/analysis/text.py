@@ -103,10 +103,8 @@ def documents(path: Path, most: int) -> Iterator[str]:
         for document in corpus.read([str(path)], COLUMN):
             if document.text:
                 yield document.text
-    except data.DataError as error:
-        reason = (
-            str(error).replace(corpus.OR_SKIP, "").replace("set data.text_column to one of", "rename one of")
-        )  # commands that read text=FILE have no data.* keys
+    except data.DataError as error:  # its remedies are keys data.*, which commands with text=FILE do not have
+        reason = str(error).replace(corpus.OR_SKIP, "").replace("set data.text_column to one of", "rename one of")
         raise AnalysisError(f"text={path}: {reason.replace('data.text_column', 'column')}") from error
     except (OSError, ValueError) as error:
         raise AnalysisError(f"text={path} cannot be read as text: {error}") from error
