@@ -1,13 +1,14 @@
 // neuron_plan: sorts the nonzeros of a tile plan by neuron, because the gradients of the weights are sums over tokens.
-// Neurons are ordered by frequency, most frequent first. Then the 128 neurons of a tile fire for about equally many
-// tokens each, and a tile of rare neurons has few slots. The slots of a neuron tile are the tokens that fire at least
-// one of its neurons, numbered in three groups like the slots of a token tile (tile/plan.cuh). In the example of
-// TILE_ENGINE.md, with tiles of four neurons: neurons 5, 6, 1, 2 fire for 3, 2, 1, 1 tokens, so they are in this order,
-// and the half {5, 6} has slots for tokens 0 to 3.
+// The slots of a neuron tile are the tokens that fire at least one of its 128 neurons, so neurons that fire for the
+// same tokens should share a tile. Neurons are ordered by frequency, most frequent first, in steps of a factor of two,
+// so that a tile of rare neurons has few slots; and within a step by the stretch of tokens in which they fire most.
+// Slots are numbered in three groups like those of a token tile (tile/plan.cuh). In the example of TILE_ENGINE.md, with
+// tiles of four neurons: neurons 5, 6, 1, 2 fire for 3, 2, 1, 1 tokens, so they are in this order, and the half {5, 6}
+// has slots for tokens 0 to 3.
 //
 //   kernel     computes                                                                     work of a CTA
-//   frequency  how many tokens fire each neuron                                             a token tile
-//   rank       the order of the neurons                                                     16 neurons
+//   frequency  how many tokens fire each neuron, and in which token tile most do            a token tile
+//   rank       the order of the neurons                                                     128 neurons
 //   mask       which tokens fire some neuron of each half tile                              a token tile
 //   slots      the tokens of each neuron tile                                               a third of a neuron tile
 //   count      how many nonzeros each token tile has in each block of each half             a token tile
@@ -26,7 +27,12 @@ namespace sparsellm {
 namespace {
 
 constexpr int kPlanThreads = 1024;
-constexpr int kRankThreads = 128;
+constexpr int kRankNeurons = kPlanThreads / 8;  // neurons per CTA in the kernel `rank`
+constexpr int kOctaves = 23;    // of frequencies: 0, 1, 2 to 3, 4 to 7, ...
+constexpr int kStretches = 64;  // of the tokens
+constexpr int kBuckets = 3 * kPlanThreads;  // of neurons: two for each octave and stretch
+static_assert(kBuckets >= kOctaves * kStretches * 2 && kBuckets % kPlanThreads == 0);
+static_assert(kMaxSplitTokens < 1 << (kOctaves - 1), "each frequency must have an octave");
 constexpr int kMaxNeuronTiles = 65536 / kTileM;
 static_assert(kMaxNeuronTiles <= kPlanThreads, "each neuron tile needs a thread");
 constexpr int kMaxBlocks = 65536 / kBlockColumns;  // blocks of a token tile
@@ -102,7 +108,7 @@ __device__ __forceinline__ void for_each_nonzero(const TilePlan& plan, int tile,
 }
 
 __global__ void __launch_bounds__(kPlanThreads, 2)
-    frequency_kernel(const TilePlan plan, int column_tiles, int32_t* frequencies) {
+    frequency_kernel(const TilePlan plan, int column_tiles, const NeuronPlan out) {
   extern __shared__ uint32_t counts[];  // [slots] one byte each, because a neuron fires for at most 128 tokens of a
                                         // tile
   ptx::griddepcontrol_launch_dependents();
@@ -115,40 +121,89 @@ __global__ void __launch_bounds__(kPlanThreads, 2)
   const uint16_t* slots = plan.slots + static_cast<int64_t>(blockIdx.x) * column_tiles * kColumnTile;
   const int size = plan.tiles[blockIdx.x].x;
   for (int i = threadIdx.x; i < size; i += kPlanThreads) {
-    atomicAdd(frequencies + slots[i], static_cast<int32_t>(counts[i / 4] >> i % 4 * 8 & 0xff));
+    const uint32_t count = counts[i / 4] >> i % 4 * 8 & 0xff;
+    atomicAdd(out.frequencies + slots[i], static_cast<int32_t>(count));
+    atomicMax(out.peaks + slots[i], count << 16 | blockIdx.x);
   }
 }
 
-// A neuron's rank is the number of neurons that fire for more tokens, plus the number of lower-numbered neurons that
-// fire for equally many. A warp computes the ranks of four neurons; N is a multiple of 8.
-__global__ void __launch_bounds__(kRankThreads) rank_kernel(int n, const NeuronPlan out) {
+// Returns the sum of the values in all lower-numbered threads of the CTA, and sets `total` to the sum over all threads.
+__device__ __forceinline__ uint32_t scan(uint32_t value, uint32_t* warp_sums, uint32_t& total) {
+  const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const uint32_t before = exclusive_scan(value, lane);
+  if (lane == 31) warp_sums[warp] = before + value;
+  __syncthreads();
+  const uint32_t of_warp = warp_sums[lane], warps_before = exclusive_scan(of_warp, lane);
+  total = __shfl_sync(~0u, warps_before + of_warp, 31);
+  const uint32_t so_far = __shfl_sync(~0u, warps_before, warp);
+  __syncthreads();
+  return so_far + before;
+}
+
+// The bucket of a neuron. Buckets are numbered from the most frequent neurons to the least frequent, in octaves; in an
+// octave by the stretch of tokens that has the neuron's peak, and in a stretch by half an octave. Every second octave
+// counts its stretches backwards, so that the neurons where two octaves meet are similar too.
+__device__ __forceinline__ int bucket_of(int frequency, uint32_t peak, int token_tiles) {
+  const uint32_t bits = __float_as_uint(static_cast<float>(frequency));
+  const int octave = frequency == 0 ? 0 : static_cast<int>(bits >> 23) - 126, upper = bits >> 22 & 1;
+  const int stretch = static_cast<int>(peak & 0xffff) * kStretches / token_tiles;
+  return kBuckets - 1 - ((octave * kStretches + (octave % 2 == 0 ? stretch : kStretches - 1 - stretch)) * 2 + upper);
+}
+
+// A neuron's rank is the number of neurons in earlier buckets, plus the number of lower-numbered neurons in its own
+// bucket. Each CTA counts all neurons, and ranks kRankNeurons of them, with eight lanes per neuron. N is a multiple of
+// 8.
+__global__ void __launch_bounds__(kPlanThreads, 2) rank_kernel(int n, int token_tiles, const NeuronPlan out) {
+  __shared__ uint32_t lower[kBuckets], others[kBuckets], warp_sums[32];  // lower: numbered lower than this CTA's
+  __shared__ int buckets[kRankNeurons];                                  // of this CTA's neurons
   ptx::griddepcontrol_launch_dependents();
+  for (int i = threadIdx.x; i < kBuckets; i += kPlanThreads) lower[i] = others[i] = 0;
+  __syncthreads();
   ptx::griddepcontrol_wait();
-  const int quad = blockIdx.x * (kRankThreads / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (quad >= n / 4) return;
-  const int4* frequencies = reinterpret_cast<const int4*>(out.frequencies);
-  const int4 four = frequencies[quad];
-  const int mine[4] = {four.x, four.y, four.z, four.w};
-  int before[4] = {};
-#pragma unroll 4
-  for (int other = lane; other < n / 4; other += 32) {
-    const int4 its = frequencies[other];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int least = mine[i] + (other > quad);  // among equally frequent neurons, lower numbers come first
-      before[i] += (its.x >= least) + (its.y >= least) + (its.z >= least) + (its.w >= least);
+  const int first = blockIdx.x * kRankNeurons;
+  struct Pair {
+    int2 frequencies;
+    uint2 peaks;
+  };
+  const auto load = [&](int pair) {
+    return Pair{reinterpret_cast<const int2*>(out.frequencies)[pair], reinterpret_cast<const uint2*>(out.peaks)[pair]};
+  };
+  in_batches(threadIdx.x, n / 2, kPlanThreads, load, [&](int pair, const Pair& of) {
+    const int one = bucket_of(of.frequencies.x, of.peaks.x, token_tiles);
+    const int other = bucket_of(of.frequencies.y, of.peaks.y, token_tiles);
+    uint32_t* counts = 2 * pair < first ? lower : others;
+    atomicAdd(counts + one, 1u);
+    atomicAdd(counts + other, 1u);
+    if (static_cast<uint32_t>(2 * pair - first) < kRankNeurons) {
+      buckets[2 * pair - first] = one;
+      buckets[2 * pair - first + 1] = other;
     }
+  });
+  __syncthreads();
+  constexpr int kEach = kBuckets / kPlanThreads;
+  uint32_t sum = 0, total;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) sum += lower[kEach * threadIdx.x + i] + others[kEach * threadIdx.x + i];
+  uint32_t before = scan(sum, warp_sums, total);
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {  // afterwards, `lower` has the rank of the bucket's first neuron of this CTA
+    const int bucket = kEach * threadIdx.x + i;
+    const uint32_t of_lower = lower[bucket];
+    lower[bucket] = before + of_lower;
+    before += of_lower + others[bucket];
   }
+  __syncthreads();
+  const int mine = threadIdx.x / 8, lane = threadIdx.x % 8;
+  if (first + mine >= n) return;  // whole warps, which have four neurons each
+  const int bucket = buckets[mine];
+  int rank = 0;
+  for (int other = lane; other < mine; other += 8) rank += buckets[other] == bucket;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    int rank = __reduce_add_sync(~0u, before[i]);
-#pragma unroll
-    for (int j = i; j < 4; ++j) rank -= mine[j] == mine[i];  // subtract the neuron itself, and equally frequent
-                                                             // neurons after it in the same quad
-    if (lane == 0) {
-      out.ranks[4 * quad + i] = rank;
-      out.neurons[rank] = 4 * quad + i;
-    }
+  for (int offset = 1; offset < 8; offset *= 2) rank += __shfl_xor_sync(~0u, rank, offset);
+  rank += lower[bucket];
+  if (lane == 0) {
+    out.ranks[first + mine] = rank;
+    out.neurons[rank] = first + mine;
   }
 }
 
@@ -175,19 +230,6 @@ __global__ void __launch_bounds__(kPlanThreads, 2)
   for (int i = threadIdx.x; i < 4 * halves; i += kPlanThreads) {
     out.masks[(static_cast<int64_t>(i / 4) * gridDim.x + blockIdx.x) * 4 + i % 4] = masks[i];
   }
-}
-
-// Returns the sum of the values in all lower-numbered threads of the CTA, and sets `total` to the sum over all threads.
-__device__ __forceinline__ uint32_t scan(uint32_t value, uint32_t* warp_sums, uint32_t& total) {
-  const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const uint32_t before = exclusive_scan(value, lane);
-  if (lane == 31) warp_sums[warp] = before + value;
-  __syncthreads();
-  const uint32_t of_warp = warp_sums[lane], warps_before = exclusive_scan(of_warp, lane);
-  total = __shfl_sync(~0u, warps_before + of_warp, 31);
-  const uint32_t so_far = __shfl_sync(~0u, warps_before, warp);
-  __syncthreads();
-  return so_far + before;
 }
 
 // The tokens of a mask's word that are in one group: they fire neurons of the first half only (`which` is 0), of both
@@ -449,8 +491,8 @@ cudaError_t neuron_plan(const TilePlan& plan, int64_t m, int64_t k, int64_t n, c
   const auto then = [&](auto kernel, int64_t grid, int threads, uint32_t bytes, auto... arguments) {
     if (error == cudaSuccess) error = launch_early(kernel, grid, threads, bytes, 1, stream, arguments...);
   };
-  then(frequency_kernel, token_tiles, kPlanThreads, slot_bytes, plan, column_tiles, out.frequencies);
-  then(rank_kernel, ceil_div(n, kRankThreads / 8), kRankThreads, 0, static_cast<int>(n), out);
+  then(frequency_kernel, token_tiles, kPlanThreads, slot_bytes, plan, column_tiles, out);
+  then(rank_kernel, ceil_div(n, kRankNeurons), kPlanThreads, 0, static_cast<int>(n), token_tiles, out);
   then(mask_kernel, token_tiles, kPlanThreads, halves * 16 + 2 * slot_bytes, plan, column_tiles, halves, out);
   then(slots_kernel, neuron_tiles * kSlotParts, kPlanThreads, 0, plan, token_tiles, out);
   then(count_kernel, token_tiles, kPlanThreads, part_bytes + halves * 40, plan, column_tiles, halves, out);

@@ -3,7 +3,8 @@
 // once here, and to copy whole operand tiles there, than to scatter the lists for every 256 columns.
 //
 // A CTA handles up to kBlocks blocks of half a neuron tile. For each block and list, it zeroes an operand tile in
-// shared memory, scatters the list into it, and stores it with one bulk copy while it makes the next operand tile.
+// shared memory, scatters the list into it, and stores it with one bulk copy while it makes the next operand tile. The
+// words of a list are loaded one operand tile ahead, because waiting for them would take longer than all the rest.
 // Numerics: values are only copied.
 #include "common/host.h"
 #include "tile/plan.cuh"
@@ -12,11 +13,21 @@ namespace sparsellm {
 namespace {
 
 constexpr int kOperandThreads = 128;
-constexpr int kBlocks = 8;   // blocks per CTA
-constexpr int kBuffers = 2;  // operand tiles that are made and stored in turn
+constexpr int kBlocks = 4;             // blocks per CTA
+constexpr int kBuffers = 2;            // operand tiles that are made and stored in turn
+constexpr int kAhead = 4;              // words of the next list that each thread loads ahead
+constexpr uint32_t kNoWord = ~0u;      // no word has this place
+static_assert(kHalf * kBlockColumns <= 0xffff, "kNoWord must not be a place");
+
+// An operand tile to be made: the words [begin, end) of `list`.
+struct OperandPiece {
+  const uint32_t* list;
+  uint32_t begin, end;
+};
 
 __global__ void __launch_bounds__(kOperandThreads) tile_operands_kernel(const Operands a, int chunks) {
   __shared__ __align__(1024) uint8_t buffers[kBuffers][kHalfBytes];
+  __shared__ uint32_t starts[kBlocks + 1];
   ptx::griddepcontrol_launch_dependents();
   const int chunk = blockIdx.x % chunks, half = blockIdx.x / chunks % 2, tile = blockIdx.x / chunks / 2;
   const uint32_t thread = threadIdx.x;
@@ -26,33 +37,49 @@ __global__ void __launch_bounds__(kOperandThreads) tile_operands_kernel(const Op
   const Tile of = {tile, sizes.x, sizes.z, sizes.w};
   int from;
   const int needed = of.needed(half, chunk * kBlocks, min((chunk + 1) * kBlocks, of.blocks()), from);
-  const uint32_t* starts = a.plan.starts + (static_cast<int64_t>(tile) * 2 + half) * (all_blocks + 1) + from;
-  uint32_t which = 0;
-  for (int block = 0; block < needed; ++block) {
-    const uint32_t begin = starts[block], end = starts[block + 1];
+  if (needed == 0) return;
+  if (thread <= needed) {
+    starts[thread] = a.plan.starts[(static_cast<int64_t>(tile) * 2 + half) * (all_blocks + 1) + from + thread];
+  }
+  __syncthreads();
+  const int lists = a.lists[1] == nullptr ? 1 : 2, count = needed * lists;
+  const auto piece = [&](int i) {
+    const int block = i / lists;
+    return OperandPiece{i % lists == 0 ? a.lists[0] : a.lists[1], starts[block] + thread, starts[block + 1]};
+  };
+  uint32_t ahead[kAhead];
+  const auto load = [&](const OperandPiece& of) {
 #pragma unroll
-    for (int l = 0; l < 2; ++l) {
-      if (a.lists[l] == nullptr) break;
-      const uint32_t to = ptx::smem_address(buffers[which]);
-      if (thread == 0) ptx::bulk_wait_read<kBuffers - 1>();
-      __syncthreads();
+    for (int j = 0; j < kAhead; ++j) {
+      const uint32_t at = of.begin + j * kOperandThreads;
+      ahead[j] = at < of.end ? of.list[at] : kNoWord;
+    }
+  };
+  load(piece(0));
+  for (int i = 0; i < count; ++i) {
+    const uint32_t to = ptx::smem_address(buffers[i % kBuffers]);
+    const auto scatter = [&](uint32_t word) { ptx::st_shared_u16(to + (word & 0xffff) * 2, word >> 16); };
+    if (thread == 0) ptx::bulk_wait_read<kBuffers - 1>();
+    __syncthreads();
 #pragma unroll
-      for (int i = 0; i < kHalfBytes / 16 / kOperandThreads; ++i) {
-        ptx::st_shared_v4(to + (i * kOperandThreads + thread) * 16, make_uint4(0, 0, 0, 0));
-      }
-      __syncthreads();
-      for (uint32_t at = begin + thread; at < end; at += kOperandThreads) {
-        const uint32_t word = a.lists[l][at];
-        ptx::st_shared_u16(to + (word & 0xffff) * 2, word >> 16);
-      }
-      ptx::fence_proxy_async();
-      __syncthreads();
-      if (thread == 0) {
-        const int64_t at = (static_cast<int64_t>(tile) * all_blocks + from + block) * 2 + half;
-        ptx::bulk_store(static_cast<uint8_t*>(a.operands[l]) + at * kHalfBytes, to, kHalfBytes);
-        ptx::bulk_commit_group();
-      }
-      which = (which + 1) % kBuffers;
+    for (int j = 0; j < kHalfBytes / 16 / kOperandThreads; ++j) {
+      ptx::st_shared_v4(to + (j * kOperandThreads + thread) * 16, make_uint4(0, 0, 0, 0));
+    }
+    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) {
+      if (ahead[j] != kNoWord) scatter(ahead[j]);
+    }
+    const OperandPiece now = piece(i);
+    if (i + 1 < count) load(piece(i + 1));
+    for (uint32_t at = now.begin + kAhead * kOperandThreads; at < now.end; at += kOperandThreads) scatter(now.list[at]);
+    ptx::fence_proxy_async();
+    __syncthreads();
+    if (thread == 0) {
+      const int64_t at = (static_cast<int64_t>(tile) * all_blocks + from + i / lists) * 2 + half;
+      ptx::bulk_store(static_cast<uint8_t*>(i % lists == 0 ? a.operands[0] : a.operands[1]) + at * kHalfBytes, to,
+                      kHalfBytes);
+      ptx::bulk_commit_group();
     }
   }
   if (thread == 0) ptx::bulk_wait();
