@@ -120,11 +120,12 @@ __global__ void __launch_bounds__(kPlanThreads, 2)
   __syncthreads();
   const uint16_t* slots = plan.slots + static_cast<int64_t>(blockIdx.x) * column_tiles * kColumnTile;
   const int size = plan.tiles[blockIdx.x].x;
-  for (int i = threadIdx.x; i < size; i += kPlanThreads) {
+  const auto load = [&](int i) { return slots[i]; };
+  in_batches(threadIdx.x, size, kPlanThreads, load, [&](int i, int neuron) {
     const uint32_t count = counts[i / 4] >> i % 4 * 8 & 0xff;
-    atomicAdd(out.frequencies + slots[i], static_cast<int32_t>(count));
-    atomicMax(out.peaks + slots[i], count << 16 | blockIdx.x);
-  }
+    atomicAdd(out.frequencies + neuron, static_cast<int32_t>(count));
+    atomicMax(out.peaks + neuron, count << 16 | blockIdx.x);
+  });
 }
 
 // Returns the sum of the values in all lower-numbered threads of the CTA, and sets `total` to the sum over all threads.
@@ -218,7 +219,8 @@ __global__ void __launch_bounds__(kPlanThreads, 2)
   ptx::griddepcontrol_wait();
   const uint16_t* slots = plan.slots + static_cast<int64_t>(blockIdx.x) * column_tiles * kColumnTile;
   const int size = plan.tiles[blockIdx.x].x;
-  for (int i = threadIdx.x; i < size; i += kPlanThreads) ranks[i] = out.ranks[slots[i]];
+  const auto load = [&](int i) { return out.ranks[slots[i]]; };
+  in_batches(threadIdx.x, size, kPlanThreads, load, [&](int i, int rank) { ranks[i] = rank; });
   __syncthreads();
   for_each_nonzero(plan, blockIdx.x, column_tiles, [&](uint32_t at, uint32_t position, uint32_t slot) {
     const uint32_t rank = ranks[slot], bit = 1u << position % 32;
@@ -333,10 +335,10 @@ __global__ void __launch_bounds__(kPlanThreads, 2)
 // The block to which part `part` of a token tile belongs; part / kParts is the number of the half tile. Parts 0 to 2 of
 // a half are consecutive blocks of the group of this half only, beginning with the block of the token tile's first
 // slot. Parts 3 to 5 are the same for the group of both halves.
-__device__ __forceinline__ int block_of(const NeuronPlan& out, int token_tiles, int token_tile, int part) {
+// before: the token tile's first word in NeuronPlan::before; words: from a row there to the next.
+__device__ __forceinline__ int block_of(const uint32_t* before, int64_t words, int part) {
   const int half = part / kParts, which = part % kParts >= 3 ? 1 : half % 2 * 2;
-  const int64_t words = token_tiles * 4;
-  return out.before[(half / 2 * 3 + which) * words + token_tile * 4] / kBlockColumns + part % 3;
+  return before[(half / 2 * 3 + which) * words] / kBlockColumns + part % 3;
 }
 
 // Counts a token tile's nonzeros in each part, and reserves list entries for them in each block. Writes to `at`, for
@@ -374,7 +376,7 @@ __global__ void __launch_bounds__(kPlanThreads, 2)
   __syncthreads();
   for (int i = threadIdx.x; i < halves * kParts; i += kPlanThreads) {
     if (parts[i] == 0) continue;
-    const int block = block_of(out, token_tiles, blockIdx.x, i);
+    const int block = block_of(before, 4, i);
     out.bases[static_cast<int64_t>(blockIdx.x) * halves * kParts + i] =
         atomicAdd(out.counts + static_cast<int64_t>(i / kParts) * token_tiles * 2 + block, parts[i]);
   }
@@ -466,7 +468,7 @@ __global__ void __launch_bounds__(kPlanThreads, 2)
   const uint32_t* bases = out.bases + static_cast<int64_t>(blockIdx.x) * halves * kParts;
   for (int i = threadIdx.x; i < halves * kParts; i += kPlanThreads) {  // `bases` is undefined for parts without
                                                                        // nonzeros, whose start is not used
-    const int block = min(block_of(out, token_tiles, blockIdx.x, i), per_half - 1);
+    const int block = min(block_of(out.before + blockIdx.x * 4, token_tiles * 4, i), per_half - 1);
     parts[i] = out.starts[static_cast<int64_t>(i / kParts) * per_half + block] + bases[i];
   }
   __syncthreads();
