@@ -124,7 +124,6 @@ struct BackwardWorkspace {
       : plan(), du(nullptr), du_by_neuron(nullptr), second_operand(nullptr) {
     const int64_t tiles = tiles_of(s.m), neuron_tiles = (s.n + kTokenTile - 1) / kTokenTile;
     plan.frequencies = arena.take<int32_t>(s.n);
-    plan.peaks = arena.take<uint32_t>(s.n);
     plan.counts = arena.take<uint32_t>(neuron_tiles * 2 * tiles * 2);
     plan.totals = arena.take<int32_t>(kNeuronTotals);
     drawn = arena.take<int32_t>(2);

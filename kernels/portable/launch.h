@@ -188,8 +188,6 @@ constexpr int kSplitUnits = 384;  // at most this many units (a piece times 256 
 enum NeuronTotal { kPieces = 0, kNeuronTotals = 4 };
 struct NeuronPlan {
   int32_t* frequencies;  // [N] how many tokens fire each neuron; zeroed by the caller
-  uint32_t* peaks;       // [N] the token tile in which most tokens fire the neuron: their number << 16 | the tile;
-                         // zeroed by the caller
   int32_t* ranks;        // [N] the position of each neuron; 128 neighbouring positions are a neuron tile
   int32_t* neurons;      // [N] the neuron at each position
   uint32_t* masks;   // [JT * 2, MT * 4] bit p of a half's row: the token at position p fires some neuron of the half

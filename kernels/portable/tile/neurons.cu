@@ -1,13 +1,12 @@
 // neuron_plan: sorts the nonzeros of a tile plan by neuron, because the gradients of the weights are sums over tokens.
-// The slots of a neuron tile are the tokens that fire at least one of its 128 neurons, so neurons that fire for the
-// same tokens should share a tile. Neurons are ordered by frequency, most frequent first, in steps of a factor of two,
-// so that a tile of rare neurons has few slots; and within a step by the stretch of tokens in which they fire most.
-// Slots are numbered in three groups like those of a token tile (tile/plan.cuh). In the example of TILE_ENGINE.md, with
-// tiles of four neurons: neurons 5, 6, 1, 2 fire for 3, 2, 1, 1 tokens, so they are in this order, and the half {5, 6}
-// has slots for tokens 0 to 3.
+// Neurons are ordered by frequency, most frequent first. Then the 128 neurons of a tile fire for about equally many
+// tokens each, and a tile of rare neurons has few slots. The slots of a neuron tile are the tokens that fire at least
+// one of its neurons, numbered in three groups like the slots of a token tile (tile/plan.cuh). In the example of
+// TILE_ENGINE.md, with tiles of four neurons: neurons 5, 6, 1, 2 fire for 3, 2, 1, 1 tokens, so they are in this order,
+// and the half {5, 6} has slots for tokens 0 to 3.
 //
 //   kernel     computes                                                                     work of a CTA
-//   frequency  how many tokens fire each neuron, and in which token tile most do            a token tile
+//   frequency  how many tokens fire each neuron                                             a token tile
 //   rank       the order of the neurons                                                     128 neurons
 //   mask       which tokens fire some neuron of each half tile                              a token tile
 //   slots      the tokens of each neuron tile                                               a third of a neuron tile
@@ -28,11 +27,7 @@ namespace {
 
 constexpr int kPlanThreads = 1024;
 constexpr int kRankNeurons = kPlanThreads / 8;  // neurons per CTA in the kernel `rank`
-constexpr int kOctaves = 23;    // of frequencies: 0, 1, 2 to 3, 4 to 7, ...
-constexpr int kStretches = 64;  // of the tokens
-constexpr int kBuckets = 3 * kPlanThreads;  // of neurons: two for each octave and stretch
-static_assert(kBuckets >= kOctaves * kStretches * 2 && kBuckets % kPlanThreads == 0);
-static_assert(kMaxSplitTokens < 1 << (kOctaves - 1), "each frequency must have an octave");
+constexpr int kBuckets = 3 * kPlanThreads;      // of frequencies
 constexpr int kMaxNeuronTiles = 65536 / kTileM;
 static_assert(kMaxNeuronTiles <= kPlanThreads, "each neuron tile needs a thread");
 constexpr int kMaxBlocks = 65536 / kBlockColumns;  // blocks of a token tile
@@ -108,7 +103,7 @@ __device__ __forceinline__ void for_each_nonzero(const TilePlan& plan, int tile,
 }
 
 __global__ void __launch_bounds__(kPlanThreads, 2)
-    frequency_kernel(const TilePlan plan, int column_tiles, const NeuronPlan out) {
+    frequency_kernel(const TilePlan plan, int column_tiles, int32_t* frequencies) {
   extern __shared__ uint32_t counts[];  // [slots] one byte each, because a neuron fires for at most 128 tokens of a
                                         // tile
   ptx::griddepcontrol_launch_dependents();
@@ -122,9 +117,7 @@ __global__ void __launch_bounds__(kPlanThreads, 2)
   const int size = plan.tiles[blockIdx.x].x;
   const auto load = [&](int i) { return slots[i]; };
   in_batches(threadIdx.x, size, kPlanThreads, load, [&](int i, int neuron) {
-    const uint32_t count = counts[i / 4] >> i % 4 * 8 & 0xff;
-    atomicAdd(out.frequencies + neuron, static_cast<int32_t>(count));
-    atomicMax(out.peaks + neuron, count << 16 | blockIdx.x);
+    atomicAdd(frequencies + neuron, static_cast<int32_t>(counts[i / 4] >> i % 4 * 8 & 0xff));
   });
 }
 
@@ -141,20 +134,19 @@ __device__ __forceinline__ uint32_t scan(uint32_t value, uint32_t* warp_sums, ui
   return so_far + before;
 }
 
-// The bucket of a neuron. Buckets are numbered from the most frequent neurons to the least frequent, in octaves; in an
-// octave by the stretch of tokens that has the neuron's peak, and in a stretch by half an octave. Every second octave
-// counts its stretches backwards, so that the neurons where two octaves meet are similar too.
-__device__ __forceinline__ int bucket_of(int frequency, uint32_t peak, int token_tiles) {
-  const uint32_t bits = __float_as_uint(static_cast<float>(frequency));
-  const int octave = frequency == 0 ? 0 : static_cast<int>(bits >> 23) - 126, upper = bits >> 22 & 1;
-  const int stretch = static_cast<int>(peak & 0xffff) * kStretches / token_tiles;
-  return kBuckets - 1 - ((octave * kStretches + (octave % 2 == 0 ? stretch : kStretches - 1 - stretch)) * 2 + upper);
+// The bucket of a frequency. Buckets are numbered from frequent to rare. Each frequency below 256 has its own bucket.
+// Larger ones share a bucket if their eight leading bits are equal, for example 256 and 257: the neurons of a tile need
+// not be ordered more exactly.
+__device__ __forceinline__ int bucket_of(int frequency) {
+  static_assert(kMaxSplitTokens < 1 << 22 && kBuckets > 22 << 7, "each frequency must have a bucket");
+  const int bits = __float_as_int(static_cast<float>(frequency)) >> 16;  // the exponent, and the seven bits after it
+  return kBuckets - 1 - (frequency == 0 ? 0 : bits - (127 << 7) + 1);
 }
 
 // A neuron's rank is the number of neurons in earlier buckets, plus the number of lower-numbered neurons in its own
 // bucket. Each CTA counts all neurons, and ranks kRankNeurons of them, with eight lanes per neuron. N is a multiple of
 // 8.
-__global__ void __launch_bounds__(kPlanThreads, 2) rank_kernel(int n, int token_tiles, const NeuronPlan out) {
+__global__ void __launch_bounds__(kPlanThreads, 2) rank_kernel(int n, const NeuronPlan out) {
   __shared__ uint32_t lower[kBuckets], others[kBuckets], warp_sums[32];  // lower: numbered lower than this CTA's
   __shared__ int buckets[kRankNeurons];                                  // of this CTA's neurons
   ptx::griddepcontrol_launch_dependents();
@@ -162,16 +154,9 @@ __global__ void __launch_bounds__(kPlanThreads, 2) rank_kernel(int n, int token_
   __syncthreads();
   ptx::griddepcontrol_wait();
   const int first = blockIdx.x * kRankNeurons;
-  struct Pair {
-    int2 frequencies;
-    uint2 peaks;
-  };
-  const auto load = [&](int pair) {
-    return Pair{reinterpret_cast<const int2*>(out.frequencies)[pair], reinterpret_cast<const uint2*>(out.peaks)[pair]};
-  };
-  in_batches(threadIdx.x, n / 2, kPlanThreads, load, [&](int pair, const Pair& of) {
-    const int one = bucket_of(of.frequencies.x, of.peaks.x, token_tiles);
-    const int other = bucket_of(of.frequencies.y, of.peaks.y, token_tiles);
+  const auto load = [&](int pair) { return reinterpret_cast<const int2*>(out.frequencies)[pair]; };
+  in_batches(threadIdx.x, n / 2, kPlanThreads, load, [&](int pair, int2 frequencies) {
+    const int one = bucket_of(frequencies.x), other = bucket_of(frequencies.y);
     uint32_t* counts = 2 * pair < first ? lower : others;
     atomicAdd(counts + one, 1u);
     atomicAdd(counts + other, 1u);
@@ -334,8 +319,8 @@ __global__ void __launch_bounds__(kPlanThreads, 2)
 
 // The block to which part `part` of a token tile belongs; part / kParts is the number of the half tile. Parts 0 to 2 of
 // a half are consecutive blocks of the group of this half only, beginning with the block of the token tile's first
-// slot. Parts 3 to 5 are the same for the group of both halves.
-// before: the token tile's first word in NeuronPlan::before; words: from a row there to the next.
+// slot. Parts 3 to 5 are the same for the group of both halves. before: the token tile's first word of the first row of
+// NeuronPlan::before; words: from each row to the next.
 __device__ __forceinline__ int block_of(const uint32_t* before, int64_t words, int part) {
   const int half = part / kParts, which = part % kParts >= 3 ? 1 : half % 2 * 2;
   return before[(half / 2 * 3 + which) * words] / kBlockColumns + part % 3;
@@ -493,8 +478,8 @@ cudaError_t neuron_plan(const TilePlan& plan, int64_t m, int64_t k, int64_t n, c
   const auto then = [&](auto kernel, int64_t grid, int threads, uint32_t bytes, auto... arguments) {
     if (error == cudaSuccess) error = launch_early(kernel, grid, threads, bytes, 1, stream, arguments...);
   };
-  then(frequency_kernel, token_tiles, kPlanThreads, slot_bytes, plan, column_tiles, out);
-  then(rank_kernel, ceil_div(n, kRankNeurons), kPlanThreads, 0, static_cast<int>(n), token_tiles, out);
+  then(frequency_kernel, token_tiles, kPlanThreads, slot_bytes, plan, column_tiles, out.frequencies);
+  then(rank_kernel, ceil_div(n, kRankNeurons), kPlanThreads, 0, static_cast<int>(n), out);
   then(mask_kernel, token_tiles, kPlanThreads, halves * 16 + 2 * slot_bytes, plan, column_tiles, halves, out);
   then(slots_kernel, neuron_tiles * kSlotParts, kPlanThreads, 0, plan, token_tiles, out);
   then(count_kernel, token_tiles, kPlanThreads, part_bytes + halves * 40, plan, column_tiles, halves, out);

@@ -13,14 +13,14 @@ namespace sparsellm {
 namespace {
 
 constexpr int kOperandThreads = 128;
-constexpr int kBlocks = 4;             // blocks per CTA
-constexpr int kBuffers = 2;            // operand tiles that are made and stored in turn
-constexpr int kAhead = 4;              // words of the next list that each thread loads ahead
-constexpr uint32_t kNoWord = ~0u;      // no word has this place
+constexpr int kBlocks = 4;         // blocks per CTA
+constexpr int kBuffers = 2;        // operand tiles that are made and stored in turn
+constexpr int kAhead = 4;          // words of the next operand tile that each thread loads ahead
+constexpr uint32_t kNoWord = ~0u;  // no word has this place
 static_assert(kHalf * kBlockColumns <= 0xffff, "kNoWord must not be a place");
 
-// An operand tile to be made: the words [begin, end) of `list`.
-struct OperandPiece {
+// What a thread scatters into an operand tile: the words begin, begin + kOperandThreads, ... below `end` of a list.
+struct Words {
   const uint32_t* list;
   uint32_t begin, end;
 };
@@ -43,19 +43,19 @@ __global__ void __launch_bounds__(kOperandThreads) tile_operands_kernel(const Op
   }
   __syncthreads();
   const int lists = a.lists[1] == nullptr ? 1 : 2, count = needed * lists;
-  const auto piece = [&](int i) {
+  const auto words_of = [&](int i) {
     const int block = i / lists;
-    return OperandPiece{i % lists == 0 ? a.lists[0] : a.lists[1], starts[block] + thread, starts[block + 1]};
+    return Words{i % lists == 0 ? a.lists[0] : a.lists[1], starts[block] + thread, starts[block + 1]};
   };
   uint32_t ahead[kAhead];
-  const auto load = [&](const OperandPiece& of) {
+  const auto load = [&](const Words& words) {
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
-      const uint32_t at = of.begin + j * kOperandThreads;
-      ahead[j] = at < of.end ? of.list[at] : kNoWord;
+      const uint32_t at = words.begin + j * kOperandThreads;
+      ahead[j] = at < words.end ? words.list[at] : kNoWord;
     }
   };
-  load(piece(0));
+  load(words_of(0));
   for (int i = 0; i < count; ++i) {
     const uint32_t to = ptx::smem_address(buffers[i % kBuffers]);
     const auto scatter = [&](uint32_t word) { ptx::st_shared_u16(to + (word & 0xffff) * 2, word >> 16); };
@@ -70,9 +70,11 @@ __global__ void __launch_bounds__(kOperandThreads) tile_operands_kernel(const Op
     for (int j = 0; j < kAhead; ++j) {
       if (ahead[j] != kNoWord) scatter(ahead[j]);
     }
-    const OperandPiece now = piece(i);
-    if (i + 1 < count) load(piece(i + 1));
-    for (uint32_t at = now.begin + kAhead * kOperandThreads; at < now.end; at += kOperandThreads) scatter(now.list[at]);
+    if (i + 1 < count) load(words_of(i + 1));
+    const Words words = words_of(i);  // those that were not loaded ahead, if there are any
+    for (uint32_t at = words.begin + kAhead * kOperandThreads; at < words.end; at += kOperandThreads) {
+      scatter(words.list[at]);
+    }
     ptx::fence_proxy_async();
     __syncthreads();
     if (thread == 0) {
