@@ -253,6 +253,19 @@ def one_layer(name, columns):
             yield Cells([tokens, *(found[pattern, tokens][column] for column in columns)], label=label)
 
 
+def wide_layer():
+    """A row per number of neurons, from two files of the same layers."""
+    files = (file(f"layer_wide_{name}.json")["results"] for name in ("forward", "training"))
+    for forward, training in zip(*files, strict=True):
+        assert all(forward[key] == training[key] for key in ("tokens", "neurons", "pattern", "nonzeros_per_token"))
+        first, second = ({row["variant"]: row for row in each["variants"]} for each in (forward, training))
+        cells = [forward["nonzeros_per_token"]]
+        for each, names in ((first, ("torch compiled", "gate_pack", "tile")), (second, ("torch compiled", "tile"))):
+            cells += [*(each[name]["ms"] for name in names), each["tile"]["speedup"]]
+        cells += [second[name]["saved_mib"] for name in ("torch compiled", "tile")]
+        yield Cells(cells, label=f"{forward['neurons']:,}")
+
+
 def heavy_tokens():
     forward, training = layers("overflow_forward.json"), layers("overflow_training.json")
     overflows = {each["pattern"]: next(v["overflow_tiles"] for v in each["variants"] if v["variant"] == "tile")

@@ -113,6 +113,7 @@ COMPARED = {
         partial(speeds.one_layer, "layer_forward.json", ("nonzeros", "dense ms", "gate_pack", "row", "tile", "dense")),
     "RESULTS.md#one-layer-forward-and-backward":
         partial(speeds.one_layer, "layer_training.json", ("nonzeros", "dense ms", "tile", "dense")),
+    "RESULTS.md#one-layer-forward-and-backward 2": speeds.wide_layer,
     "RESULTS.md#heavy-tokens-what-overflow-costs": speeds.heavy_tokens,
     "RESULTS.md#one-layer-decoding": partial(speeds.few_tokens, "layer_decoding.json"),
     "RESULTS.md#small-batches-and-host-overhead": partial(speeds.few_tokens, "layer_small_batches.json"),
