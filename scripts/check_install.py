@@ -7,6 +7,7 @@ empty cache, with SPARSELLM_KERNELS, and with edited sources. Needs torch, trans
 nvcc and are skipped, with a message, without it. Prints a line per step; exits with code 1 at the first failure.
 """
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -54,9 +55,13 @@ except build.NamedKernelsUnusable as error:
 
 
 def main() -> int:
-    (wheel,) = sys.argv[1:]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("wheel", type=Path, help="the wheel that `make wheel` built")
+    wheel = parser.parse_args().wheel.resolve()
+    if not wheel.is_file():
+        parser.error(f"{wheel} is not a file: build a wheel with `make wheel`")
     with tempfile.TemporaryDirectory() as folder:
-        return check(Path(wheel).resolve(), Path(folder))
+        return check(wheel, Path(folder))
 
 
 def check(wheel: Path, folder: Path) -> int:

@@ -233,7 +233,8 @@ def mapping(text: str) -> dict[str, Any]:
         raise ValueError(f"it has {len(text):,} characters: a configuration has at most {LARGEST:,}")
     try:
         if (why := _bomb(text)) is None:
-            values = OmegaConf.to_container(OmegaConf.create(text))
+            keyed = isinstance(yaml.compose(text, yaml.SafeLoader), yaml.MappingNode)  # OmegaConf makes a text a key
+            values = OmegaConf.to_container(OmegaConf.create(text)) if keyed else None
     except Exception as error:  # YAML and OmegaConf raise many kinds of exceptions for bad content
         raise ValueError(f"it is not YAML: {syntax_mistake(error, text)}") from error
     if why is not None:

@@ -256,9 +256,12 @@ def _mistakes(sweep: Sweep, request: SweepRequest, devices: int) -> list[str]:
     for point in sweep.points:
         before = same.setdefault(point.by_hand, point)
         if before is not point and "run.name" not in request.axes:
+            one, other = " ".join(before.overrides), " ".join(point.overrides)
             found.append(
-                f"{' '.join(before.overrides)} and {' '.join(point.overrides)} are the same run: the keys in which they"
-                " differ do not define a run, so leave one of them out"
+                f"{one} is in the sweep twice: give each value once"
+                if one == other
+                else f"{one} and {other} are the same run: the keys in which they differ do not define a run, so leave"
+                " one of them out"
             )
         hint = " (in the dense baseline: sweep.baseline=false omits it)" if point.baseline else ""
         wrong = mistakes(point.config, max(1, sweep.processes)) + run_folder.mistakes(point.config)

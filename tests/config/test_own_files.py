@@ -83,7 +83,15 @@ def test_a_typo_in_a_file_is_told_like_one_that_is_typed(text, messages, written
         assert mistake.startswith(f"{path}: {message}")
 
 
-@pytest.mark.parametrize(("text", "why"), [("a: [", "it is not YAML"), ("", "it contains no keys"), ("- 1", "no keys")])
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("a: [", "it is not YAML"),
+        ("", "it contains no keys"),
+        ("- 1", "no keys"),
+        ("a line\nof text", "no keys"),
+    ],
+)
 def test_a_file_that_holds_no_configuration_is_refused(text, why, written):
     (mistake,) = composition([f"--config={written('x.yaml', text)}"]).mistakes
     assert why in mistake

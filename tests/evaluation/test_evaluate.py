@@ -658,6 +658,9 @@ def test_every_mistake_at_once(rows):
     assert len(found) == 6
     with pytest.raises(ConfigError, match="limit is 0"):
         evaluate_checkpoint(config)
+    file = next(path for path in Path(rows).rglob("*") if path.is_file())
+    (mistake,) = checkpoint.mistakes(EvaluateConfig(export=str(file)))
+    assert mistake == f"export={file} is a file: give a folder, which need not exist yet"
     compare = EvaluateConfig(compare_kernels=True, kernels=Kernels.torch, dtype=Dtype.float32)
     found = checkpoint.mistakes(compare)[1:]
     assert [mistake[:40] for mistake in found] == [

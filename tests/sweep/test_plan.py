@@ -207,7 +207,7 @@ def test_the_slurm_script_hands_each_task_one_point(tmp_path):
         (["run.restart=true"], "run.restart in a sweep"),
         (["run.name=a,b"], "run.name in a sweep"),
         (["runtime.data_workers=0,1"], "are the same run"),
-        (["sparsity.l1_coefficient=1e-3,0.001"], "are the same run"),
+        (["sparsity.l1_coefficient=1e-3,0.001"], "is in the sweep twice: give each value once"),
         (
             ["model.gated=false", "sweep.baseline=true"],
             "the only activation of models without a gate (in the dense baseline",
