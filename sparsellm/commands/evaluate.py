@@ -49,6 +49,11 @@ def main(config: EvaluateConfig) -> int:
 
 def export(names: list[str], folder: Path) -> int:
     """Write each task's rows from the hub to `folder`, in the layout of data_dir. Returns 1 if a task has no rows."""
+    try:  # before the hub is asked, which takes minutes
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        warn(f"export={folder} cannot be written: {error}; choose another folder")
+        return 1
     failed = 0
     with hub.offline(not hub.answers(f"the rows of {', '.join(names)}")):
         for name in names:

@@ -149,8 +149,6 @@ def mistakes(config: EvaluateConfig) -> list[str]:
         found.append("nothing to export: tasks is none; leave it out to export the rows of all tasks")
     elif config.tasks == tasks.NONE and not config.validation:
         found.append("nothing to evaluate: tasks is none and validation is false; leave out one of them")
-    if config.export is not None and Path(config.export).expanduser().is_file():
-        found.append(f"export={config.export} is a file: give a folder, which need not exist yet")
     return found + tasks.mistakes(config.tasks, config.data_dir) + not_found(config.checkpoint)
 
 

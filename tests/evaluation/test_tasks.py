@@ -129,3 +129,11 @@ def test_an_export_writes_the_rows_of_the_hub_as_a_data_dir_and_names_what_has_n
         assert len(load(task, str(tmp_path)).task.eval_docs) == 6
     assert evaluate.main([f"export={tmp_path}", "checkpoint=x", "data_dir=."], "sparsellm evaluate") == 2
     assert "writes the hub's rows and scores nothing: leave out checkpoint, data_dir" in capsys.readouterr().err
+
+
+def test_an_export_that_cannot_be_written_is_refused_before_the_hub_is_asked(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(hub, "answers", lambda _: pytest.fail("the hub was asked"))
+    for export in (tmp_path / "file", tmp_path / "file/below"):
+        assert evaluate.main([f"export={export}"], "sparsellm evaluate") == 1
+        assert f"export={export} cannot be written: " in capsys.readouterr().err
