@@ -4,8 +4,7 @@
 //
 // A CTA handles up to kBlocks blocks of half a neuron tile. For each block and list, it zeroes an operand tile in
 // shared memory, scatters the list into it, and stores it with one bulk copy while it makes the next operand tile. The
-// words of a list are loaded one operand tile ahead, because waiting for them would take longer than all the rest.
-// Numerics: values are only copied.
+// words of a list are loaded one operand tile ahead. Numerics: values are only copied.
 #include "common/host.h"
 #include "tile/plan.cuh"
 
